@@ -32,12 +32,13 @@ from .families import (
     MarkovNormal,
     MultivariateNormalFamily,
     ScalarNormalFamily,
+    TransformedNormalFamily,
     VonMisesFamily,
     WishartFamily,
     family_for,
     repeated,
 )
-from .guides import event_rank, in_own_support, marginal_quantiles
+from .guides import Marginal, event_rank, in_own_support, marginal_quantiles
 
 # ------------------------------------------------------------------------------------------------------ latent families
 # The family of one latent, and its members as params of a guide.
@@ -61,17 +62,21 @@ class Latent(NamedTuple):
     # Parameter -> value at the start, and its constraint.
     start: dict[str, Array]
     constraint: dict[str, Any]
+    # What carries a normal member to the latent's support.
+    transforms: tuple[Any, ...] = ()
 
     def params(self, member: Any) -> dict[str, Array]:
         """A member of the family as params, in its constrained space: the inverse of :meth:`member`."""
-        bare, _ = _bare(member)
+        bare, _ = _before_transforms(_bare(member)[0])
         return _chain_start(bare)[0] if self.kind is MarkovNormal else {p: getattr(bare, p) for p in self.start}
 
     def member(self, params: dict[str, Array]) -> dist.Distribution:
         """The member of the family with these params, events of the latent's own shape."""
         if self.kind is MarkovNormal:
             return _chain(len(self.family.event_shape) == 1, **params)
-        return self.kind(**params).to_event(self.rank)
+        own = self.kind(**params)
+        whole = Marginal(own, list(self.transforms)) if self.transforms else own
+        return whole.to_event(self.rank)
 
 
 def _bare(member: Any) -> tuple[Any, int]:
@@ -80,6 +85,13 @@ def _bare(member: Any) -> tuple[Any, int]:
     while isinstance(member, dist.Independent):
         member, rank = member.base_dist, rank + member.reinterpreted_batch_ndims
     return member, rank
+
+
+def _before_transforms(member: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The normal that a member is the image of, and the transforms; any other member, and none."""
+    if isinstance(member, Marginal) or type(member) is dist.TransformedDistribution:
+        return member.base_dist, tuple(member.transforms)
+    return member, ()
 
 
 def make_latent(name: str, fn: Any, given: Any) -> Latent:
@@ -98,6 +110,7 @@ def make_latent(name: str, fn: Any, given: Any) -> Latent:
     def read(origin: Any) -> dict[str, Array]:
         natural = family.from_distribution(origin) if conjugate else origin
         member, rank = _bare(family.to_distribution(natural))
+        member, transforms = _before_transforms(member)
         kind = type(member)
         if kind is MarkovNormal:
             start, constraint = _chain_start(member)
@@ -105,13 +118,13 @@ def make_latent(name: str, fn: Any, given: Any) -> Latent:
             wanted = _PARAMETERS.get(kind) or tuple(kind.arg_constraints)
             start = {p: jnp.asarray(getattr(member, p)) for p in wanted}
             constraint = {p: kind.arg_constraints[p] for p in wanted}
-        about[:] = kind, rank, constraint
+        about[:] = kind, rank, constraint, transforms
         return start
 
     # One program: by themselves these are dozens, as many as the family has operations.
     start = look(read, origin)
-    kind, rank, constraint = about
-    return Latent(family, kind, rank, {p: start[p] for p in constraint}, constraint)
+    kind, rank, constraint, transforms = about
+    return Latent(family, kind, rank, {p: start[p] for p in constraint}, constraint, transforms)
 
 
 def _without_mask(fn: Any) -> Any:
@@ -141,19 +154,18 @@ def _family_of(name: str, fn: dist.Distribution, given: Any) -> Family:
     try:
         return family_for(fn)
     except GuideError as error:
-        found = _by_support(fn)
-        if found is None:
+        try:
+            return _by_support(fn)
+        except GuideError as other:
             raise GuideError(
-                f"latent {name!r}: {error} There is no family for its support, {fn.support}, either: pass "
+                f"latent {name!r}: {error} There is no family for its support, {fn.support}, either: {other} Pass "
                 f"families={{{name!r}: ...}}, or use a guide in unconstrained space such as AutoNormal."
             ) from None
-        return found
 
 
-def _by_support(fn: Any) -> Family | None:
-    """A family with a prior's support; None where none is known."""
-    support, shape = fn.support, tuple(fn.event_shape)
-    base = getattr(support, "base_constraint", support)
+def _by_support(fn: Any) -> Family:
+    """A family with a prior's support. Raises GuideError where there is none."""
+    base, shape = _base_support(fn), tuple(fn.event_shape)
     scalar: list[tuple[Any, Family]] = [
         (constraints.real, ScalarNormalFamily()),
         (constraints.positive, LogNormalFamily()),
@@ -171,7 +183,19 @@ def _by_support(fn: Any) -> Family | None:
         return repeated(MultivariateNormalFamily(shape[-1]), shape[:-1])
     if base is constraints.positive_definite:
         return repeated(WishartFamily(shape[-1]), shape[:-2])
-    return None
+    own = shape[len(shape) - base.event_dim :]
+    return repeated(TransformedNormalFamily(base, own), shape[: len(shape) - len(own)])
+
+
+def _base_support(fn: Any) -> Any:
+    """The support of single members."""
+    return getattr(fn.support, "base_constraint", fn.support)
+
+
+def _ends(fn: Any) -> dict[str, Any]:
+    """The ends of the support of single members, by name, where it has any."""
+    support = _base_support(fn)
+    return {end: getattr(support, end) for end in ("lower_bound", "upper_bound") if hasattr(support, end)}
 
 
 def _same_interval(one: Any, other: Any) -> bool:
@@ -192,7 +216,7 @@ def _is_member(family: Family, fn: Any, given: bool) -> bool:
 
 def _matched(name: str, family: Family, fn: Any) -> Any:
     """The member of the family with the prior's mean statistics, by draws."""
-    draws = fn.sample(jax.random.key(0), (NUM_MATCHED,))
+    draws = _draws(fn)
     member = family.to_distribution
     mean = jax.tree.map(lambda x: jnp.mean(x, axis=0), family.sufficient_statistics(draws))
     natural = family.nearest_valid(family.mean_to_natural(mean))
@@ -207,6 +231,16 @@ def _matched(name: str, family: Family, fn: Any) -> Any:
             "family over the same values."
         )
     return natural
+
+
+def _draws(fn: Any) -> Array:
+    """Of a prior; of one that nothing can be drawn of, as an improper one, images of standard normals in unconstrained space."""
+    try:
+        return fn.sample(jax.random.key(0), (NUM_MATCHED,))
+    except NotImplementedError:
+        transform = dist.biject_to(fn.support)
+        shape = transform.inverse_shape(tuple(fn.shape()))
+        return jnp.asarray(transform(jax.random.normal(jax.random.key(0), (NUM_MATCHED, *shape))))
 
 
 def _chain_start(member: MarkovNormal) -> tuple[dict[str, Array], dict[str, Any]]:
@@ -272,9 +306,11 @@ class AutoExponentialFamily(AutoGuide):
 
     Families are found by the class of the prior (:func:`numpyro_pvi.families.register_family`): a Gamma prior gets a Gamma, a
     Dirichlet a Dirichlet, a multivariate normal one a normal with full covariance. A prior without a conjugate family, such as
-    a half-Cauchy, gets a family with its support: normal, log-normal, beta, Dirichlet, von Mises or Wishart. Latents are
-    independent of one another but for the blocks in ``joint``. A latent whose prior's parameters are latents themselves gets
-    the family all the same.
+    a half-Cauchy, gets a family with its support: normal, log-normal, beta, Dirichlet, von Mises or Wishart, and on any other
+    support (of a ``Pareto``, a ``Uniform`` between other ends than 0 and 1, an ``LKJCholesky``, ordered values) a normal in its
+    unconstrained coordinates, of full covariance within an event. Latents are independent of one another but for the blocks in
+    ``joint``. A latent whose prior's parameters are latents themselves gets the family all the same, unless these move its
+    support.
 
     Works wherever a NumPyro guide does, and in :class:`numpyro_pvi.PVI`. Params are named ``{latent}_{prefix}_{parameter}``
     after the parameters of the family's NumPyro distribution (``rate_auto_concentration``), blocks'
@@ -293,8 +329,8 @@ class AutoExponentialFamily(AutoGuide):
         create_plates: as for every NumPyro guide.
 
     Raises:
-        GuideError: when the model is first run, for a latent without a family, a family with another support, a name that
-            is no latent, or a block that cannot be Gaussian.
+        GuideError: when the model is first run, for a latent without a family, or whose support moves with other latents, a family
+            with another support, a name that is no latent, or a block that cannot be Gaussian.
 
     References:
         Khan and Lin, Conjugate-computation variational inference, 2017, section 3 (their approximation q).
@@ -352,7 +388,9 @@ class AutoExponentialFamily(AutoGuide):
         sites = {n: s for n, s in sites.items() if n in self.families or not _is_summed_out(s)}
         self._check_names(sites)
         blocked = {name for block in self.joint for name in block}
-        self._latents = {n: self._latent(n, s) for n, s in sites.items() if n not in blocked}
+        own = {n: s for n, s in sites.items() if n not in blocked}
+        self._refuse_moving_ends(own, trace, args, kwargs)
+        self._latents = {n: self._latent(n, s) for n, s in own.items()}
         self._blocks = tuple(self._block(names, sites) for names in self.joint)
         self._deterministic = any(s["type"] == "deterministic" for s in trace.values())
         self._call = args, kwargs
@@ -382,6 +420,29 @@ class AutoExponentialFamily(AutoGuide):
                 "block of `joint`."
             )
 
+    def _refuse_moving_ends(self, sites: dict, trace: dict, args: tuple, kwargs: dict) -> None:
+        """Refuse latents between ends that move with other latents, whatever these are in the trace. Raises GuideError."""
+        ended = [n for n, s in sites.items() if any(isinstance(x, jax.Array) for x in _ends(s["fn"]).values())]
+        if not ended:
+            return
+        values = {n: s["value"] for n, s in trace.items() if s["type"] == "sample" and not s["is_observed"]}
+        moved = {n: x for n, x in values.items() if jnp.issubdtype(jnp.result_type(x), jnp.floating)}
+        found: dict[str, str] = {}
+
+        def look(moved: dict) -> None:
+            model = handlers.seed(handlers.substitute(self.model, values | moved), jax.random.key(0))
+            again = handlers.trace(model).get_trace(*args, **kwargs)
+            found.update((n, end) for n in ended for end, x in _ends(again[n]["fn"]).items() if isinstance(x, Tracer))
+
+        with handlers.block():
+            # Only what depends on latents is traced by their derivative.
+            jax.jvp(look, (moved,), (jax.tree.map(jnp.ones_like, moved),))
+        for name, end in found.items():
+            raise GuideError(
+                f"latent {name!r}: the {end.replace('_', ' ')} of its support moves with other latents, so that no q of its own "
+                "has that support: shift and scale a latent whose support is fixed, such as a Uniform(0, 1)."
+            )
+
     def _latent(self, name: str, site: dict) -> Latent:
         latent = make_latent(name, site["fn"], self.families.get(name))
         start, batch = latent.start, len(site["fn"].batch_shape)
@@ -394,8 +455,7 @@ class AutoExponentialFamily(AutoGuide):
     def _block(self, names: tuple[str, ...], sites: dict) -> _Block:
         for name in names:
             fn = sites[name]["fn"]
-            support = getattr(fn.support, "base_constraint", fn.support)
-            if support is not constraints.real and fn.support is not constraints.real_vector:
+            if _base_support(fn) is not constraints.real and fn.support is not constraints.real_vector:
                 raise GuideError(
                     f"joint={list(names)}: latent {name!r} has support {fn.support}, and a Gaussian with full covariance needs "
                     "real values: leave it out of the block, or model its logarithm."
@@ -626,4 +686,6 @@ def _block_marginal(fn: Any, loc: Array, covariance: Float[Array, "E E"]) -> dis
 def with_events(member: Any, rank: int) -> dist.Distribution:
     """A distribution with so many axes in an event, whatever ``to_event`` has made of its batch axes."""
     bare, _ = _bare(member)
-    return bare.to_event(rank - bare.event_dim)
+    normal, transforms = _before_transforms(bare)
+    own = Marginal(normal, list(transforms)) if transforms else bare
+    return own.to_event(rank - bare.event_dim)

@@ -581,7 +581,7 @@ def guide_order(guide: Any, names: tuple[str, ...], shapes: tuple) -> Int[np.nda
 # The marginal of one latent as a distribution in its own support, with the moments that NumPyro leaves out.
 
 
-class _Marginal(dist.TransformedDistribution):
+class Marginal(dist.TransformedDistribution):
     """A Gaussian seen through one transform, which knows its mean and variance: in closed form, or by quadrature of an element."""
 
     @property
@@ -598,6 +598,7 @@ class _Marginal(dist.TransformedDistribution):
 
     @property
     def mean(self) -> Array:
+        """Of every element. Raises NotImplementedError where elements hang together."""
         if isinstance(self._kind, ReshapeTransform):
             return self.base_dist.mean.reshape(self.batch_shape + self.event_shape)
         kind, loc, scale = self._parts()
@@ -605,6 +606,7 @@ class _Marginal(dist.TransformedDistribution):
 
     @property
     def variance(self) -> Array:
+        """Of every element. Raises NotImplementedError where elements hang together."""
         if isinstance(self._kind, ReshapeTransform):
             return self.base_dist.variance.reshape(self.batch_shape + self.event_shape)
         kind, _, scale = self._parts()
@@ -657,9 +659,9 @@ def in_own_support(
         size = int(np.prod(event))
         base = dist.MultivariateNormal(loc.reshape(*loc.shape[: loc.ndim - rank], size), covariance)
         if rank != 1:
-            base = _Marginal(base, ReshapeTransform(event, (size,)))
+            base = Marginal(base, ReshapeTransform(event, (size,)))
     real = getattr(fn.support, "base_constraint", fn.support) is dist.constraints.real
-    return base if real else _Marginal(base, transform)
+    return base if real else Marginal(base, transform)
 
 
 # ------------------------------------------------------------------------------------------------------------ quantiles
@@ -674,10 +676,11 @@ _CLOSED = (dist.Normal, dist.LogNormal, dist.Exponential)
 def marginal_quantiles(distribution: Any, levels: Float[Array, "Q"]) -> Shaped[Array, "Q *shape"]:
     """Quantiles of every element of a distribution's values.
 
-    To rounding for normals, log-normals and exponentials, and by bisection of the distribution function for gamma, inverse
-    gamma and beta distributions and the elements of a Dirichlet; for von Mises angles, counted from -pi, by a grid of 4,096
-    points; the smallest value whose probability is enough for discrete ones. What is left (elements of a Wishart matrix) is
-    read off 20,000 draws, with a standard error of about ``sqrt(p (1 - p) / 20,000)`` in the level.
+    To rounding for normals, monotone images of single ones, and exponentials, and by bisection of the distribution function
+    for gamma, inverse gamma and beta distributions and the elements of a Dirichlet; for von Mises angles, counted from -pi, by a
+    grid of 4,096 points; the smallest value whose probability is enough for discrete ones. What is left (elements of a Wishart
+    matrix, of correlations or of an ordered vector) is read off 20,000 draws, with a standard error of about ``sqrt(p (1 - p) /
+    20,000)`` in the level.
 
     Args:
         distribution: a NumPyro distribution.
@@ -693,7 +696,8 @@ def marginal_quantiles(distribution: Any, levels: Float[Array, "Q"]) -> Shaped[A
         return marginal_quantiles(dist.Beta(alpha, jnp.sum(alpha, -1, keepdims=True) - alpha), levels)
     shape = distribution.batch_shape + distribution.event_shape
     column = levels.reshape(-1, *(1,) * len(shape))
-    if isinstance(distribution, _CLOSED):
+    image = isinstance(distribution, dist.TransformedDistribution) and type(distribution.base_dist) is dist.Normal
+    if isinstance(distribution, _CLOSED) or (image and not distribution.event_shape):
         return distribution.icdf(jnp.broadcast_to(column, (len(levels), *shape)))
     if isinstance(distribution, dist.VonMises):
         return _circular(distribution, levels)
@@ -715,6 +719,7 @@ _REAL = (dist.constraints.real_vector, dist.constraints.real_matrix)
 def _bisected(distribution: Any, column: Array, shape: tuple[int, ...]) -> Array:
     """Bisection along the real line that the support is mapped to."""
     transform = biject_to(distribution.support)
+    falling = transform(1.0) < transform(0.0)
     dtype = jnp.result_type(float)
     edge = -0.9 * jnp.log(jnp.finfo(dtype).tiny)
     start = jnp.broadcast_to(column, (column.shape[0], *shape)).astype(dtype)
@@ -722,7 +727,7 @@ def _bisected(distribution: Any, column: Array, shape: tuple[int, ...]) -> Array
     def halve(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
         middle = 0.5 * (low + high)
-        below = distribution.cdf(transform(middle)) < start
+        below = (distribution.cdf(transform(middle)) < start) != falling
         return jnp.where(below, middle, low), jnp.where(below, high, middle)
 
     bounds = jnp.full(start.shape, -edge), jnp.full(start.shape, edge)

@@ -180,6 +180,14 @@ def test_chains_are_held_by_factors_and_start_at_the_walk():
 
 
 LEVELS = np.array([0.01, 0.3, 0.5, 0.975])
+BELOW = dist.biject_to(dist.constraints.less_than(2.0))
+
+
+class _Below:
+    """2 - x of a log-normal x."""
+
+    def ppf(self, levels):
+        return 2 - stats.lognorm(0.8, scale=np.exp(0.3)).ppf(1 - levels)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +198,8 @@ LEVELS = np.array([0.01, 0.3, 0.5, 0.975])
         (dist.Beta(0.4, 3.0), None, stats.beta(0.4, 3.0)),
         (dist.LogNormal(0.3, 0.8), None, stats.lognorm(0.8, scale=np.exp(0.3))),
         (dist.Normal(0.3, 0.8), None, stats.norm(0.3, 0.8)),
+        (dist.Uniform(0, 1), None, stats.uniform(0, 1)),
+        (dist.TransformedDistribution(dist.Normal(0.3, 0.8), BELOW), None, _Below()),
         (dist.VonMises(0.3, 2.0), None, stats.vonmises(2.0, loc=0.3)),
         (dist.Dirichlet(jnp.array([0.5, 2.0])), None, stats.beta(0.5, 2.0)),
     ],
@@ -261,7 +271,7 @@ def test_predictive_and_a_family_of_ones_own():
     ("model", "options", "words"),
     [
         (
-            lambda: numpyro.sample("x", dist.LKJCholesky(3)),
+            lambda: numpyro.sample("x", dist.ZeroSumNormal(1.0, (2, 3))),
             {},
             "latent 'x'.*no exponential family.*families=.*AutoNormal",
         ),

@@ -84,8 +84,11 @@ def statistics_of(family: Any) -> Statistics:
 
 
 def marked_component(name: str, family: Any) -> Form:
-    """The form of a component's values, with what their support says of their sign."""
-    return marked(name, _STATISTICS.get(type(base_family(family)), (None, ""))[1])
+    """The form of a component's values, with what their support says of their sign and their ends."""
+    base: Any = base_family(family)
+    low, high = getattr(base, "ends", (-math.inf, math.inf))
+    between = "" if low < 0 else "+" if high > 1 else "unit"
+    return marked(name, _STATISTICS.get(type(base), (None, between))[1], (low, high))
 
 
 # ------------------------------------------------------------------------------------------------------------- affinity

@@ -43,6 +43,9 @@ class Own(NamedTuple):
     positive: bool = False
 
 
+_ANYWHERE = (-math.inf, math.inf)
+
+
 class Form(NamedTuple):
     """What is known of one array.
 
@@ -52,7 +55,7 @@ class Form(NamedTuple):
     entries in (-pi, pi), "" where that is not known; ``kink``: the primitive, where a kink may have shaped it; ``opaque``: the
     primitive that was not followed; ``smooth``: the smooth primitive that took it out of all forms; ``labels``: of the inputs
     that it depends on; ``place``: not None where every entry depends on one marked entry at most; entries of two forms with the
-    same place depend on the same ones.
+    same place depend on the same ones; ``ends``: what the entries of a marked input lie between, while they are as they were.
     """
 
     kind: str = "poly"
@@ -66,6 +69,7 @@ class Form(NamedTuple):
     smooth: str = ""
     labels: frozenset[str] = frozenset()
     place: int | None = None
+    ends: tuple[float, float] = _ANYWHERE
 
     @property
     def constant(self) -> bool:
@@ -109,9 +113,10 @@ class Statistics(NamedTuple):
 _PREDICTOR_LINKS = {"exp": "log", "logistic": "logit", "softplus": "softplus", "probit": "probit"}
 
 
-def marked(label: str, sign: str = "") -> Form:
-    """The form of an input whose structure is asked for, all of whose entries have a sign as of :class:`Form`."""
-    return Form(degree=1, own=Own(positive=sign in ("+", "unit")), sign=sign, labels=frozenset([label]), place=0)
+def marked(label: str, sign: str = "", ends: tuple[float, float] = _ANYWHERE) -> Form:
+    """The form of an input whose structure is asked for, all of whose entries have a sign and lie as of :class:`Form`."""
+    own = Own(positive=sign in ("+", "unit"))
+    return Form(degree=1, own=own, sign=sign, labels=frozenset([label]), place=0, ends=ends)
 
 
 def unmarked(*labels: str) -> Form:
@@ -393,6 +398,8 @@ PLACED = names(
     "sharding_constraint split stop_gradient tile pvary pcast real"
 )
 MOVED = PLACED | names("gather dynamic_slice concatenate stack pad")
+# Entries of the first operand alone, as they are.
+_KEPT = PLACED | names("gather dynamic_slice convert_element_type")
 # Every entry of the output is a function of the operands' entries at its own place.
 ENTRYWISE = names(
     "add sub add_any mul div neg integer_pow square sqrt rsqrt cbrt pow exp exp2 log log1p expm1 logistic tanh erf erfc "
@@ -483,7 +490,10 @@ class _Interpreter:
         if checked is not None:
             return checked
         found = self._moving(name, eqn, forms)
-        return found if found.constant else found._replace(value=None, place=self._place(name, eqn, forms))
+        if found.constant:
+            return found
+        ends = found.ends if name in _KEPT else _ANYWHERE
+        return found._replace(value=None, place=self._place(name, eqn, forms), ends=ends)
 
     def _moving(self, name: str, eqn: Any, forms: list[Form]) -> Form:
         if any(f.link == _NDTR for f in forms):
@@ -527,7 +537,7 @@ class _Interpreter:
             return [Form("link", link="softplus", sign="+", labels=all_labels(forms))]
         if name == "remainder" and _is_turn(forms[1].value) and forms[0].own is not None:
             # The sine and cosine of what is left are those of the angle; anything else has a kink.
-            return [forms[0]._replace(kind="link", degree=0, link=_TURNED, kink="rem", sign="")]
+            return [forms[0]._replace(kind="link", degree=0, link=_TURNED, kink="rem", sign="", ends=_ANYWHERE)]
         found = self.walk(inner, forms)
         if name in KINKLESS and not any(f.kink for f in forms):
             found = [f._replace(kink="", smooth=name) if f.kink else f for f in found]
@@ -576,7 +586,7 @@ def _is_turn(value: float | None) -> bool:
 
 
 def _later(form: Form) -> Form:
-    return form._replace(value=None, own=None, sign=plain_sign(form), place=None)
+    return form._replace(value=None, own=None, sign=plain_sign(form), place=None, ends=_ANYWHERE)
 
 
 def _literal(literal: Any) -> Form:
@@ -611,6 +621,11 @@ def _check(eqn: Any, forms: list[Form]) -> Form | None:
     if a.positive and b.value <= 0 and name in ("gt", "ge"):
         return constant(forms, 1.0)
     below = name in ("lt", "le")
+    # Ends are told as the format of the values holds them.
+    least, most = (end - b.value for end in a.ends)
+    slack = 1e-6 * abs(b.value)
+    if (least >= -slack and name in ("gt", "ge")) or (most <= slack and below):
+        return constant(forms, 1.0)
     turn = a.sign == "angle" and (b.value if below else -b.value) >= math.pi - 1e-6
     return constant(forms, 1.0) if turn or (a.sign == "unit" and b.value >= 1 and below) else None
 

@@ -85,6 +85,7 @@ from ._row_gaussian import (
     see_latents,
     see_rows,
 )
+from ._transformed import TransformedNormalFamily
 from ._von_mises import VonMisesFamily, VonMisesMean, VonMisesNatural
 from ._wishart import WishartFamily, WishartMean, WishartNatural
 
@@ -152,6 +153,7 @@ __all__ = [
     "ScalarNormalMean",
     "ScalarNormalNatural",
     "Support",
+    "TransformedNormalFamily",
     "Vector",
     "VonMisesFamily",
     "VonMisesMean",

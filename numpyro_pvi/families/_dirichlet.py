@@ -8,11 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro.distributions as dist
+from jax.core import Tracer
 from jax.scipy.special import gammaln
 from jaxtyping import Array, Bool, Float
 
 from .._numerics import above_minus_one, inside_support, newton_in_bracket, snap_to_positive
+from ..errors import GuideError
 from ._base import (
     FamilyDefaults,
     ScalarDefaults,
@@ -271,7 +274,9 @@ class BetaFamily(_DirichletLaws, ScalarDefaults):
         return dist.Beta(natural.log + 1, natural.log_complement + 1)
 
     def from_distribution(self, distribution: dist.Distribution) -> BetaNatural:
-        """Natural parameters of a ``Beta`` or a ``BetaProportion``."""
+        """Natural parameters of a ``Beta``, a ``BetaProportion`` or a ``Uniform`` between 0 and 1."""
+        if isinstance(base_of(distribution), dist.Uniform):
+            return self.zeros(distribution.batch_shape + distribution.event_shape)
         one, zero = read_parameters(distribution, "concentration1", "concentration0")
         return BetaNatural(one - 1, zero - 1)
 
@@ -291,3 +296,16 @@ class BetaFamily(_DirichletLaws, ScalarDefaults):
 
 register_family(dist.Dirichlet, lambda distribution: DirichletFamily(distribution.event_shape[-1]))
 register_family(dist.Beta, BetaFamily())
+
+
+def _of_uniform(distribution: Any) -> BetaFamily:
+    """Beta(1, 1). Raises GuideError where the ends are not known to be 0 and 1."""
+    ends = distribution.low, distribution.high
+    if any(isinstance(end, Tracer) for end in ends) or not (np.all(ends[0] == 0) and np.all(ends[1] == 1)):
+        raise GuideError(
+            "a Uniform between other ends than 0 and 1 belongs to no exponential family with densities to choose from."
+        )
+    return BetaFamily()
+
+
+register_family(dist.Uniform, _of_uniform)

@@ -27,6 +27,7 @@ from ._gamma import (
 )
 from ._gaussian import LogNormalFamily, LogNormalMean, MultivariateNormalFamily, NormalFamily, ScalarNormalFamily
 from ._product import base_family
+from ._transformed import TransformedNormalFamily
 from ._von_mises import VonMisesFamily
 
 
@@ -226,6 +227,53 @@ class _Dirichlet:
         return logs[..., :-1] + logs[..., -1:] / u.shape[-1]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Transformed:
+    """The coordinates in which q is normal, of a vector those in which it is standard normal."""
+
+    family: TransformedNormalFamily
+    circle: bool = False
+
+    @property
+    def lacks(self):
+        normal = self.family.normal
+        return self.family.shape[0] - normal.dim if isinstance(normal, MultivariateNormalFamily) else 0
+
+    @property
+    def _normal(self):
+        normal = self.family.normal
+        return _Vector(normal) if isinstance(normal, MultivariateNormalFamily) else _Real(normal)
+
+    def around(self, natural):
+        return self._normal.around(natural)
+
+    def held(self, u):
+        if self.family.full:
+            return u
+        # Values within a few units in the last place of an end are none of their own.
+        info, (low, high) = jnp.finfo(u.dtype), self.family.ends
+        tiny = 0.98 * math.log(float(info.tiny))
+
+        def nearest(end, size):
+            return max(math.log(4 * float(info.eps) * abs(end) / size), tiny) if end else tiny
+
+        if math.isfinite(low) and math.isfinite(high):
+            return jnp.clip(u, nearest(low, high - low), -nearest(high, high - low))
+        ends = [end for end in (low, high) if math.isfinite(end)]
+        return jnp.clip(u, nearest(ends[0], 1.0), 0.49 * math.log(float(info.max))) if ends else u
+
+    def value(self, natural, u):
+        return self.family.value(self._normal.value(natural, self.held(u)))
+
+    def statistics(self, natural, u):
+        return self._normal.statistics(natural, u)
+
+    def log_slope(self, natural, u):
+        own = self._normal.log_slope(natural, u)
+        slope = self.family.log_slope(self._normal.value(natural, self.held(u)))
+        return own + (slope[..., None] / u.shape[-1] if self.family.full else slope)
+
+
 def grid_rule(family: Family) -> GridRule | None:
     """The coordinates of a family.
 
@@ -239,6 +287,8 @@ def grid_rule(family: Family) -> GridRule | None:
     family = base_family(family)
     if isinstance(family, MultivariateNormalFamily):
         return _Vector(family)
+    if isinstance(family, TransformedNormalFamily):
+        return _Transformed(family) if len(family.shape) < 2 else None
     rules: dict[type, Any] = {
         ScalarNormalFamily: _Real(family),
         NormalFamily: _Real(family),

@@ -34,6 +34,7 @@ from ._gaussian import (
 from ._markov import MarkovGaussianFamily, MarkovNatural
 from ._product import IndependentFamily, base_family
 from ._special import log_minus_digamma
+from ._transformed import TransformedNormalFamily
 from ._von_mises import VonMisesFamily, VonMisesNatural
 from ._wishart import WishartFamily, WishartNatural
 
@@ -449,8 +450,12 @@ class ChainPairs:
 
 @dataclasses.dataclass(frozen=True)
 class _Normal:
+    """Of numbers that are normal, or whose ``coordinates`` are; ``shift``: what is added to the first natural parameter."""
+
     kind: Any
-    log: bool = False
+    shift: float = 0.0
+    value: Any = None
+    inverse: Any = None
     axes: int = 0
     anchored: bool = False
     # "Signs" of any size are values at that multiple of the sd.
@@ -458,40 +463,48 @@ class _Normal:
 
     @property
     def normal(self):
-        return not self.log
+        return self.value is None
 
     def coordinates(self, natural):
         first, precision = jax.tree.leaves(natural)
-        return LocVariance((first + self.log) / precision, 1 / precision)
+        return LocVariance((first + self.shift) / precision, 1 / precision)
 
     def anchor(self, natural):
         return self.coordinates(natural)
 
     def points(self, coordinates, signs):
         x = coordinates.loc + signs * jnp.sqrt(coordinates.variance)
-        return jnp.exp(x) if self.log else x
+        return x if self.value is None else self.value(x)
 
     def message(self, coordinates, gradient):
         precision = -2 * gradient.variance
         return self.kind(gradient.loc + precision * coordinates.loc, precision)
 
     def fit(self, values):
-        x = jnp.log(values) if self.log else values
+        x = values if self.inverse is None else self.inverse(values)
         return LocVariance(jnp.mean(x, axis=0), jnp.var(x, axis=0))
 
     def probe(self, natural, key, count):
         loc, variance = self.coordinates(natural)
         noise = jax.random.normal(key, (count, *loc.shape), loc.dtype)
+        if self.value is None:
+            return loc + jnp.sqrt(variance) * noise
         # A log-normal as wide as some priors overflows a few sds out.
-        sd = jnp.minimum(jnp.sqrt(variance), 1.0) if self.log else jnp.sqrt(variance)
-        return jnp.exp(loc + sd * noise) if self.log else loc + sd * noise
+        return self.value(loc + jnp.minimum(jnp.sqrt(variance), 1.0) * noise)
 
 
 @dataclasses.dataclass(frozen=True)
 class _NormalVector:
+    """Of vectors that are normal, or whose ``coordinates`` are."""
+
     family: MultivariateNormalFamily
+    value: Any = None
+    inverse: Any = None
     anchored: bool = False
-    normal: bool = True
+
+    @property
+    def normal(self):
+        return self.value is None
 
     @property
     def axes(self):
@@ -505,7 +518,8 @@ class _NormalVector:
         return self.coordinates(natural)
 
     def points(self, coordinates, signs):
-        return coordinates.loc + jnp.einsum("...ij,...j->...i", coordinates.root, signs)
+        x = coordinates.loc + jnp.einsum("...ij,...j->...i", coordinates.root, signs)
+        return x if self.value is None else self.value(x)
 
     def message(self, coordinates, gradient):
         # dF/dV = 1/2 (dF/dS) S^-1 with V = S S^T and S upper triangular.
@@ -515,14 +529,16 @@ class _NormalVector:
         return GaussianNatural(gradient.loc + image, precision)
 
     def fit(self, values):
-        loc = jnp.mean(values, axis=0)
-        around = values - loc
+        x = values if self.inverse is None else self.inverse(values)
+        loc = jnp.mean(x, axis=0)
+        around = x - loc
         covariance = jnp.einsum("n...i,n...j->...ij", around, around) / values.shape[0]
         size, basis = jnp.linalg.eigh(covariance)
         return LocRoot(loc, basis * jnp.sqrt(jnp.maximum(size, 0.0))[..., None, :])
 
     def probe(self, natural, key, count):
-        return self.family.sample(natural, key, (count,))
+        x = self.family.sample(natural, key, (count,))
+        return x if self.value is None else self.value(x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -606,6 +622,11 @@ def pair_rule(family: Family) -> PairRule | None:
         scalar = family.dim is None
         base = _Normal(ScalarNormalNatural) if scalar else _NormalVector(MultivariateNormalFamily(family.dim))
         return ChainPairs(family, base, scalar)
+    if isinstance(family, TransformedNormalFamily):
+        to, back = family.value, family.coordinates
+        if isinstance(family.normal, MultivariateNormalFamily):
+            return _NormalVector(family.normal, to, back)
+        return _Normal(ScalarNormalNatural, 0.0, to, back)
     if isinstance(family, DirichletFamily):
         return DirichletPairs(family)
     if isinstance(family, WishartFamily):
@@ -613,7 +634,7 @@ def pair_rule(family: Family) -> PairRule | None:
     rules: dict[type, PairRule] = {
         ScalarNormalFamily: _Normal(ScalarNormalNatural),
         NormalFamily: _Normal(GaussianNatural),
-        LogNormalFamily: _Normal(LogNormalNatural, log=True),
+        LogNormalFamily: _Normal(LogNormalNatural, 1.0, jnp.exp, jnp.log),
         GammaFamily: _Gamma(),
         InverseGammaFamily: _Gamma(inverse=True),
         ExponentialLawFamily: _Exponential(),

@@ -38,6 +38,7 @@ from ..families import (
     ProductFamily,
     ProductNatural,
     ScalarNormalFamily,
+    base_family,
     family_for,
     members_of,
     repeated,
@@ -308,9 +309,9 @@ class ProductPlan(Plan):
         return self.noisy
 
     def log_base_measures(self, values: Mapping[str, Array]) -> dict[str, Array]:
-        """log h of every shared component whose prior is a factor, in nats: its factor is the prior's density over h."""
+        """log h of every shared component whose prior is a factor, member by member in nats: the factor is the prior's over h."""
         outside = {n: f for n, f in self.family.components if n not in self.exact and n not in self.row_axes}
-        return {n: jnp.asarray(f.log_base_measure(values[n])) for n, f in outside.items()}
+        return {n: jnp.asarray(base_family(f).log_base_measure(values[n])) for n, f in outside.items()}
 
     def over_base_measure(self, values: Mapping[str, Array], name: str, term: Array) -> Array:
         """A term, over the base measure h where it is the prior of a latent inside the partitioned plate, in nats."""

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
+from numpyro.distributions import biject_to, constraints
 
 from numpyro_pvi.families import (
     BernoulliFamily,
@@ -27,6 +28,7 @@ from numpyro_pvi.families import (
     NormalFamily,
     ProductFamily,
     ScalarNormalFamily,
+    TransformedNormalFamily,
     VonMisesFamily,
     WishartFamily,
 )
@@ -132,6 +134,22 @@ def several(rng, spread):
     }
 
 
+def transformed(support, *shape):
+    """Normals, or normal vectors, carried to a support by NumPyro."""
+
+    def make(rng, spread):
+        if not shape:
+            normal = dist.Normal(real(rng), positive(rng, 0.5 * spread))
+        else:
+            root = jnp.tril(0.3 * real(rng, *shape, *shape), -1)
+            normal = dist.MultivariateNormal(
+                0.5 * real(rng, *shape), scale_tril=root + jax.vmap(jnp.diag)(0.5 * positive(rng, 0.5 * spread, *shape))
+            )
+        return dist.TransformedDistribution(normal, biject_to(support))
+
+    return make
+
+
 PRODUCT = ProductFamily({"rate": GammaFamily(), "loc": NormalFamily(2), "prob": IndependentFamily(BetaFamily(), (2,))})
 # Float32 holds a concentration as 1 plus its natural parameter, so tiny ones to about 6e-8.
 TINY, HUGE = 1e-3, 1e6
@@ -224,6 +242,26 @@ CASES = [
         VonMisesFamily(),
         lambda rng, s: dist.VonMises(real(rng), positive(rng, s)),
         lambda: dist.VonMises(*grid([-3.0, 0.1, 3.0], [1e-6, 1.0, 29.9, 30.1, 1e6])),
+    ),
+    Case(
+        "above",
+        TransformedNormalFamily(constraints.greater_than(1.0)),
+        transformed(constraints.greater_than(1.0)),
+        lambda: dist.TransformedDistribution(
+            dist.Normal(*grid([-3.0, 0.0, 3.0], [1e-1, 1.0, 5.0])), biject_to(constraints.greater_than(1.0))
+        ),
+    ),
+    Case("below", TransformedNormalFamily(constraints.less_than(-2.0)), transformed(constraints.less_than(-2.0))),
+    Case(
+        "between", TransformedNormalFamily(constraints.interval(-1, 60)), transformed(constraints.interval(-1.0, 60.0))
+    ),
+    Case(
+        "ordered", TransformedNormalFamily(constraints.ordered_vector, (3,)), transformed(constraints.ordered_vector, 3)
+    ),
+    Case(
+        "correlations",
+        TransformedNormalFamily(constraints.corr_cholesky, (3, 3)),
+        transformed(constraints.corr_cholesky, 3),
     ),
     Case("markov", MarkovGaussianFamily(4, 2), markov),
     Case("scalar_markov", MarkovGaussianFamily(5), scalar_markov),

@@ -1,0 +1,271 @@
+"""Normals carried to another support by a bijection: shifted half-lines, intervals, ordered vectors, correlations."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float
+from numpyro.distributions import biject_to, constraints, transforms
+
+from .._numerics import inside_support
+from ..errors import GuideError
+from ._base import FamilyDefaults, base_of, register_family
+from ._gaussian import MultivariateNormalFamily, ScalarNormalFamily
+
+_ENDS = ("lower_bound", "upper_bound")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TransformedNormalFamily(FamilyDefaults):
+    """Images ``theta = t(u)`` of normals under a bijection t from real vectors to a support, ``T(theta) = (u, -u u^T / 2)``.
+
+    What :class:`numpyro.infer.autoguide.AutoNormal` gives a latent, and with the covariance of its coordinates. The base measure
+    is ``h(theta) = 1 / |det dt/du|``, so that divergences are those of the normals.
+
+    Args:
+        support: a constraint with a bijection from real vectors (:func:`numpyro.distributions.biject_to`), its ends numbers.
+        shape: of one event; ``()`` for single numbers, whose members have a location and a variance each.
+
+    Raises:
+        GuideError: where the support is discrete, differs from element to element, or has coordinates that are no vector.
+    """
+
+    support: Any
+    shape: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        object.__setattr__(self, "support", _with_known_ends(self.support))
+        object.__setattr__(self, "shape", tuple(self.shape))
+        if len(self.shape) != self.support.event_dim:
+            raise GuideError(
+                f"TransformedNormalFamily({self.support}, {self.shape}): events of this support have {self.support.event_dim} axes."
+            )
+        if len(self._coordinate_shape) > 1:
+            raise GuideError(
+                f"TransformedNormalFamily({self.support}, {self.shape}): coordinates have the shape {self._coordinate_shape}, and "
+                "only a number or a vector of them has a normal."
+            )
+
+    def _key(self) -> tuple:
+        return type(self.support), self.ends, self.shape
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TransformedNormalFamily) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    # ---------------------------------------------------------------------------------------------------- coordinates
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The ends of an interval, infinite where there are none."""
+        return getattr(self.support, "lower_bound", -math.inf), getattr(self.support, "upper_bound", math.inf)
+
+    @property
+    def transform(self) -> transforms.Transform:
+        """t, from coordinates to values."""
+        if self.support is constraints.positive_ordered_vector:
+            # NumPyro's own does not say where it ends.
+            exp = transforms.ExpTransform(domain=constraints.ordered_vector)
+            return transforms.ComposeTransform([transforms.OrderedTransform(), exp])
+        return biject_to(self.support)
+
+    @property
+    def _coordinate_shape(self) -> tuple[int, ...]:
+        try:
+            return tuple(self.transform.inverse_shape(self.shape))
+        except NotImplementedError:
+            raise GuideError(
+                f"TransformedNormalFamily: NumPyro knows no bijection from real vectors to {self.support}."
+            ) from None
+
+    @property
+    def normal(self) -> ScalarNormalFamily | MultivariateNormalFamily:
+        """The family of the coordinates u."""
+        shape = self._coordinate_shape
+        return MultivariateNormalFamily(shape[0]) if shape else ScalarNormalFamily()
+
+    def value(self, u: Float[Array, "..."]) -> Float[Array, "..."]:
+        """t(u), inside the support where rounding would put it at an end."""
+        return _held_inside(jnp.asarray(self.transform(u)), self.ends)
+
+    def coordinates(self, theta: Float[Array, "..."]) -> Float[Array, "..."]:
+        """u of values, finite."""
+        u = jnp.asarray(self.transform.inv(_held_inside(theta, self.ends)))
+        most = 0.5 * math.log(float(jnp.finfo(u.dtype).max))
+        return jnp.nan_to_num(u, nan=0.0, posinf=most, neginf=-most)
+
+    def log_slope(self, u: Float[Array, "..."]) -> Float[Array, "*batch"]:
+        """``log |det dt/du|``."""
+        return jnp.asarray(self.transform.log_abs_det_jacobian(u, self.transform(u)))
+
+    # --------------------------------------------------------------------------------------------------- the contract
+
+    @property
+    def event_shape(self) -> tuple[int, ...]:
+        """Of one theta."""
+        return self.shape
+
+    @property
+    def full(self) -> bool:
+        """Whether events have more than one coordinate, which have a covariance."""
+        return bool(self._coordinate_shape)
+
+    def zeros(self, batch_shape: tuple[int, ...] = (), dtype: Any = None) -> Any:
+        """The natural parameters of a unit factor, ``exp(0)``."""
+        return self.normal.zeros(batch_shape, dtype)
+
+    def sufficient_statistics(self, theta: Float[Array, "..."]) -> Any:
+        """The normal's, of the coordinates."""
+        return self.normal.sufficient_statistics(self.coordinates(theta))
+
+    def log_base_measure(self, theta: Float[Array, "..."]) -> Float[Array, "*batch"]:
+        """``-log |det dt/du|`` in nats, of values inside the support."""
+        # Nothing is held off the ends here: what does so has a kink, and is a term of the prior's factor.
+        if self.shape:
+            return -jnp.asarray(self.transform.log_abs_det_jacobian(self.transform.inv(theta), theta))
+        # One by one they are seen to be of one entry each.
+        found = jnp.zeros(())
+        for part in reversed(_parts([self.transform])):
+            inner = part.inv(theta)
+            found, theta = found - part.log_abs_det_jacobian(inner, theta), inner
+        return jnp.asarray(found)
+
+    def log_partition(self, natural: Any) -> Float[Array, "*batch"]:
+        """The normal's, in nats; NaN where not normalisable."""
+        return self.normal.log_partition(natural)
+
+    def natural_to_mean(self, natural: Any) -> Any:
+        """The normal's."""
+        return self.normal.natural_to_mean(natural)
+
+    def mean_to_natural(self, mean_params: Any) -> Any:
+        """The normal's."""
+        return self.normal.mean_to_natural(mean_params)
+
+    def to_distribution(self, natural: Any) -> dist.Distribution:
+        """NumPyro's ``TransformedDistribution(Normal or MultivariateNormal, t)``."""
+        return dist.TransformedDistribution(self.normal.to_distribution(natural), self.transform)
+
+    def from_distribution(self, distribution: dist.Distribution) -> Any:
+        """Natural parameters of a normal that was transformed by t."""
+        base: Any = base_of(distribution)
+        shape = distribution.batch_shape + distribution.event_shape
+        batch = shape[: len(shape) - len(self.shape)]
+        return self.normal.from_distribution(base.base_dist.expand(batch))
+
+    def in_domain(self, natural: Any) -> Bool[Array, "*batch"]:
+        """Whether the normal is one."""
+        return self.normal.in_domain(natural)
+
+    def nearest_valid(self, natural: Any) -> Any:
+        """The normal's."""
+        return self.normal.nearest_valid(natural)
+
+    def sample(self, natural: Any, key: Array, shape: tuple[int, ...] = ()) -> Float[Array, "..."]:
+        """Images of draws of the normal; reparameterised."""
+        return self.sample_with_statistics(natural, key, shape)[0]
+
+    def sample_with_statistics(
+        self, natural: Any, key: Array, shape: tuple[int, ...] = ()
+    ) -> tuple[Float[Array, "..."], Any]:
+        """:meth:`sample`, and the statistics of the coordinates before they are rounded to values."""
+        u = self.normal.sample(natural, key, shape)
+        return self.value(u), self.normal.sufficient_statistics(u)
+
+    def entropy(self, natural: Any) -> Float[Array, "*batch"]:
+        """That of the normal in nats, to which the base measure adds ``E log |det dt/du|``."""
+        return self.normal.entropy(natural)
+
+    def kl(self, natural: Any, other: Any) -> Float[Array, "*batch"]:
+        """KL(q || p) in nats, that of the normals."""
+        return self.normal.kl(natural, other)
+
+    def fisher_product(self, natural: Any, tangent: Any) -> Any:
+        """The normal's."""
+        return self.normal.fisher_product(natural, tangent)
+
+    def fisher_diagonal(self, natural: Any) -> Any:
+        """The normal's."""
+        return self.normal.fisher_diagonal(natural)
+
+    def fisher_solve(self, natural: Any, tangent: Any) -> Any:
+        """The normal's."""
+        return self.normal.fisher_solve(natural, tangent)
+
+    def symmetrise(self, natural: Any) -> Any:
+        """The normal's."""
+        return self.normal.symmetrise(natural)
+
+    def to_minimal(self, natural: Any) -> Float[Array, "*batch P"]:
+        """The normal's."""
+        return self.normal.to_minimal(natural)
+
+    def from_minimal(self, coordinates: Float[Array, "*batch P"]) -> Any:
+        """The normal's."""
+        return self.normal.from_minimal(coordinates)
+
+
+def _held_inside(theta: Float[Array, "..."], ends: tuple[float, float]) -> Float[Array, "..."]:
+    return inside_support(theta, *(end if math.isfinite(end) else None for end in ends))
+
+
+def _with_known_ends(support: Any) -> Any:
+    """A support whose ends are Python numbers. Raises GuideError where they are no numbers, or several."""
+    support = getattr(support, "base_constraint", support)
+    if not isinstance(support, constraints.Constraint) or support.is_discrete:
+        raise GuideError(f"TransformedNormalFamily: {support!r} is no constraint of continuous values.")
+    ends = []
+    for end, x in ((end, getattr(support, end)) for end in _ENDS if hasattr(support, end)):
+        if isinstance(x, Tracer) or np.unique(x).size != 1:
+            where = (
+                "is computed from what is not known yet" if isinstance(x, Tracer) else "differs from element to element"
+            )
+            raise GuideError(
+                f"the {end.replace('_', ' ')} of the support {type(support).__name__.lstrip('_')} {where}, and a family has one "
+                "support: give it as a number, or shift and scale a latent whose support is fixed."
+            )
+        ends.append(float(np.unique(x)[0]))
+    kind = _KINDS.get(type(support))
+    return support if kind is None else kind(*ends)
+
+
+# With and without its end a support is one: no density tells them apart.
+_KINDS: dict[type, Any] = {
+    constraints.greater_than: constraints.greater_than,
+    constraints.greater_than_eq: constraints.greater_than,
+    constraints.less_than: constraints.less_than,
+    constraints.less_than_eq: constraints.less_than,
+    constraints.interval: constraints.interval,
+    constraints.open_interval: constraints.interval,
+}
+
+
+def _of_distribution(distribution: Any) -> TransformedNormalFamily:
+    """The family of a normal that NumPyro's own bijection carries to its support. Raises GuideError for what is none."""
+    if type(distribution.base_dist) in (dist.Normal, dist.MultivariateNormal):
+        family = TransformedNormalFamily(distribution.support, distribution.event_shape)
+        if _parts(distribution.transforms) == _parts([family.transform]):
+            return family
+    raise GuideError(
+        f"no exponential family has {type(distribution).__name__}: it is no normal under NumPyro's own bijection to its support."
+    )
+
+
+def _parts(chain: Sequence[Any]) -> list[Any]:
+    """The transforms of a chain, chains inside it looked through."""
+    found = []
+    for one in chain:
+        found += _parts(one.parts) if isinstance(one, transforms.ComposeTransform) else [one]
+    return found
+
+
+register_family(dist.TransformedDistribution, _of_distribution)
