@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from numpyro import handlers
 from numpyro.distributions import constraints
 from numpyro.distributions.util import periodic_repeat
-from numpyro.infer import init_to_median
+from numpyro.infer import init_to_median, init_to_sample
 from numpyro.infer.autoguide import AutoGuide
 
 from ._compiling import look
@@ -50,6 +50,8 @@ _PARAMETERS: dict[type, tuple[str, ...]] = {
 }
 # Draws that a prior outside its latent's family is matched by.
 NUM_MATCHED = 2000
+# Settings of the other latents, drawn from their priors, at which ends of supports have to be where they were.
+_LOOKS = 3
 
 
 class Latent(NamedTuple):
@@ -193,9 +195,15 @@ def _base_support(fn: Any) -> Any:
 
 
 def _ends(fn: Any) -> dict[str, Any]:
-    """The ends of the support of single members, by name, where it has any."""
+    """The ends of the support of single members that a distribution was given, by name."""
     support = _base_support(fn)
-    return {end: getattr(support, end) for end in ("lower_bound", "upper_bound") if hasattr(support, end)}
+    given, _ = support.tree_flatten()
+    return {end: getattr(support, end) for end in ("lower_bound", "upper_bound") if given and hasattr(support, end)}
+
+
+def _nudged(x: Any) -> Array:
+    x = jnp.asarray(x)
+    return x + 1e-2 * (1 + jnp.abs(x)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _same_interval(one: Any, other: Any) -> bool:
@@ -421,27 +429,26 @@ class AutoExponentialFamily(AutoGuide):
             )
 
     def _refuse_moving_ends(self, sites: dict, trace: dict, args: tuple, kwargs: dict) -> None:
-        """Refuse latents between ends that move with other latents, whatever these are in the trace. Raises GuideError."""
-        ended = [n for n, s in sites.items() if any(isinstance(x, jax.Array) for x in _ends(s["fn"]).values())]
-        if not ended:
+        """Refuse latents between ends that move with other latents or with params. Raises GuideError."""
+        ended = {n: ends for n, s in sites.items() if (ends := _ends(s["fn"]))}
+        if not ended or any(isinstance(x, Tracer) for ends in ended.values() for x in ends.values()):
+            # Ends that are not known are refused by the family.
             return
-        values = {n: s["value"] for n, s in trace.items() if s["type"] == "sample" and not s["is_observed"]}
-        moved = {n: x for n, x in values.items() if jnp.issubdtype(jnp.result_type(x), jnp.floating)}
-        found: dict[str, str] = {}
-
-        def look(moved: dict) -> None:
-            model = handlers.seed(handlers.substitute(self.model, values | moved), jax.random.key(0))
-            again = handlers.trace(model).get_trace(*args, **kwargs)
-            found.update((n, end) for n in ended for end, x in _ends(again[n]["fn"]).items() if isinstance(x, Tracer))
-
-        with handlers.block():
-            # Only what depends on latents is traced by their derivative.
-            jax.jvp(look, (moved,), (jax.tree.map(jnp.ones_like, moved),))
-        for name, end in found.items():
-            raise GuideError(
-                f"latent {name!r}: the {end.replace('_', ' ')} of its support moves with other latents, so that no q of its own "
-                "has that support: shift and scale a latent whose support is fixed, such as a Uniform(0, 1)."
-            )
+        moved = {n: jax.tree.map(_nudged, s["value"]) for n, s in trace.items() if s["type"] == "param"}
+        for seed in range(_LOOKS):
+            model = handlers.seed(handlers.substitute(self.model, moved), jax.random.key(seed))
+            with handlers.block(), numpyro.validation_enabled(False):
+                again = handlers.trace(handlers.substitute(model, substitute_fn=init_to_sample)).get_trace(
+                    *args, **kwargs
+                )
+            for name, end in ((n, end) for n, ends in ended.items() for end in ends):
+                x = _ends(again[name]["fn"])[end]
+                if not isinstance(x, Tracer) and not np.array_equal(x, ended[name][end]):
+                    raise GuideError(
+                        f"latent {name!r}: the {end.replace('_', ' ')} of its support moves with other latents or with params, so "
+                        "that no q of its own has that support: shift and scale a latent whose support is fixed, such as a "
+                        "Uniform(0, 1)."
+                    )
 
     def _latent(self, name: str, site: dict) -> Latent:
         latent = make_latent(name, site["fn"], self.families.get(name))

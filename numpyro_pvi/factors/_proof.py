@@ -492,7 +492,8 @@ class _Interpreter:
         found = self._moving(name, eqn, forms)
         if found.constant:
             return found
-        ends = found.ends if name in _KEPT else _ANYWHERE
+        # What is rounded to integers lies elsewhere.
+        ends = found.ends if name in _KEPT and _is_float(eqn.outvars[0]) else _ANYWHERE
         return found._replace(value=None, place=self._place(name, eqn, forms), ends=ends)
 
     def _moving(self, name: str, eqn: Any, forms: list[Form]) -> Form:

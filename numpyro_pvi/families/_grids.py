@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
+from numpyro.distributions import constraints
 
 from ._base import Family
 from ._dirichlet import BetaFamily, BetaMean, DirichletFamily, DirichletMean
@@ -255,12 +256,17 @@ class _Transformed:
         tiny = 0.98 * math.log(float(info.tiny))
 
         def nearest(end, size):
-            return max(math.log(4 * float(info.eps) * abs(end) / size), tiny) if end else tiny
+            return min(max(math.log(4 * float(info.eps) * abs(end) / size), tiny), math.log(0.25)) if end else tiny
 
         if math.isfinite(low) and math.isfinite(high):
             return jnp.clip(u, nearest(low, high - low), -nearest(high, high - low))
         ends = [end for end in (low, high) if math.isfinite(end)]
-        return jnp.clip(u, nearest(ends[0], 1.0), 0.49 * math.log(float(info.max))) if ends else u
+        if not ends:
+            return u
+        # Of an exponential the square of the largest is a number still; a softplus grows no faster than u.
+        most = 0.49 * math.log(float(info.max))
+        linear = self.family.support is constraints.softplus_positive
+        return jnp.clip(u, nearest(ends[0], 1.0), math.sqrt(float(info.max)) if linear else most)
 
     def value(self, natural, u):
         return self.family.value(self._normal.value(natural, self.held(u)))

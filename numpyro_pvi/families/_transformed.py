@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
@@ -73,9 +74,7 @@ class TransformedNormalFamily(FamilyDefaults):
     def transform(self) -> transforms.Transform:
         """t, from coordinates to values."""
         if self.support is constraints.positive_ordered_vector:
-            # NumPyro's own does not say where it ends.
-            exp = transforms.ExpTransform(domain=constraints.ordered_vector)
-            return transforms.ComposeTransform([transforms.OrderedTransform(), exp])
+            return transforms.ComposeTransform([transforms.OrderedTransform(), _ExpOfOrdered()])
         return biject_to(self.support)
 
     @property
@@ -214,6 +213,20 @@ class TransformedNormalFamily(FamilyDefaults):
         return self.normal.from_minimal(coordinates)
 
 
+class _ExpOfOrdered(transforms.ExpTransform):
+    """NumPyro's bijection to ordered positive values ends, by what it says, where these are not ordered."""
+
+    def __init__(self) -> None:
+        super().__init__(domain=constraints.ordered_vector)
+
+    @property
+    def codomain(self) -> constraints.Constraint:
+        return constraints.positive_ordered_vector
+
+    def log_abs_det_jacobian(self, x: Any, y: Any, intermediates: Any = None) -> Any:
+        return jnp.sum(x, axis=-1)
+
+
 def _held_inside(theta: Float[Array, "..."], ends: tuple[float, float]) -> Float[Array, "..."]:
     return inside_support(theta, *(end if math.isfinite(end) else None for end in ends))
 
@@ -221,6 +234,7 @@ def _held_inside(theta: Float[Array, "..."], ends: tuple[float, float]) -> Float
 def _with_known_ends(support: Any) -> Any:
     """A support whose ends are Python numbers. Raises GuideError where they are no numbers, or several."""
     support = getattr(support, "base_constraint", support)
+    support = _SAME.get(type(support), support)
     if not isinstance(support, constraints.Constraint) or support.is_discrete:
         raise GuideError(f"TransformedNormalFamily: {support!r} is no constraint of continuous values.")
     ends = []
@@ -233,7 +247,8 @@ def _with_known_ends(support: Any) -> Any:
                 f"the {end.replace('_', ' ')} of the support {type(support).__name__.lstrip('_')} {where}, and a family has one "
                 "support: give it as a number, or shift and scale a latent whose support is fixed."
             )
-        ends.append(float(np.unique(x)[0]))
+        # A sum of numbers that says the same end says it to so many digits.
+        ends.append(float(f"{np.unique(x)[0]:.15g}"))
     kind = _KINDS.get(type(support))
     return support if kind is None else kind(*ends)
 
@@ -246,18 +261,45 @@ _KINDS: dict[type, Any] = {
     constraints.less_than_eq: constraints.less_than,
     constraints.interval: constraints.interval,
     constraints.open_interval: constraints.interval,
+    type(constraints.circular): constraints.interval,
+}
+_SAME: dict[type, Any] = {
+    type(constraints.nonnegative): constraints.positive,
+    type(constraints.positive_semidefinite): constraints.positive_definite,
 }
 
 
 def _of_distribution(distribution: Any) -> TransformedNormalFamily:
     """The family of a normal that NumPyro's own bijection carries to its support. Raises GuideError for what is none."""
-    if type(distribution.base_dist) in (dist.Normal, dist.MultivariateNormal):
-        family = TransformedNormalFamily(distribution.support, distribution.event_shape)
-        if _parts(distribution.transforms) == _parts([family.transform]):
+    known = not any(isinstance(x, Tracer) for x in jax.tree.leaves(distribution.transforms))
+    if known and type(distribution.base_dist) in (dist.Normal, dist.MultivariateNormal):
+        chain = _parts(distribution.transforms)
+        family = TransformedNormalFamily(_end_of(chain, distribution), distribution.event_shape)
+        own = _parts([family.transform])
+        if len(own) == len(chain) and all(_alike(a, b) for a, b in zip(own, chain, strict=True)):
             return family
     raise GuideError(
         f"no exponential family has {type(distribution).__name__}: it is no normal under NumPyro's own bijection to its support."
     )
+
+
+def _end_of(chain: list[Any], distribution: Any) -> Any:
+    """Where a chain of transforms ends. NumPyro works the ends of intervals out in JAX, where they are rounded or not known."""
+    *first, last = chain
+    if len(first) != 1 or not isinstance(last, transforms.AffineTransform):
+        return distribution.support
+    loc, scale = (np.asarray(x, float) for x in (last.loc, last.scale))
+    if isinstance(first[0], transforms.SigmoidTransform):
+        return constraints.interval(loc, loc + scale)
+    return constraints.less_than(loc) if np.all(scale < 0) else constraints.greater_than(loc)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two transforms are the same, numbers to rounding in double precision."""
+    if type(one) is not type(other) or not isinstance(one, transforms.AffineTransform):
+        return one == other
+    pairs = (one.loc, other.loc), (one.scale, other.scale)
+    return all(np.allclose(a, b, rtol=1e-13, atol=1e-13) for a, b in pairs)
 
 
 def _parts(chain: Sequence[Any]) -> list[Any]:

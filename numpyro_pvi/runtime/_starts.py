@@ -527,13 +527,13 @@ def curvature_start(problem: ProductProblem, sites: SiteStack, key: Any) -> Site
         return type(own)({n: x if n in names else jax.tree.map(jnp.zeros_like, x) for n, x in own.parts.items()})
 
     groups, local = kept(found.groups), None if found.local is None else kept(found.local)
-    known = jax.vmap(all_finite)(groups)
+    known = jax.vmap(lambda own, _: all_finite(own))(groups, jnp.arange(problem.num_groups))
     # Rows' own members are in no order of groups: all of them, or none.
     whole = jnp.array(True) if local is None else all_finite(local) & jnp.all(known)
     groups = select(known & whole, groups, jax.tree.map(jnp.zeros_like, groups))
     local = None if local is None else select(whole, local, jax.tree.map(jnp.zeros_like, local))
     change = SiteStack(groups, None, local)
-    dtype = jax.tree.leaves(sites.groups)[0].dtype
+    dtype = jax.tree.leaves(sites)[0].dtype
     shares = jnp.concatenate([0.5 ** jnp.arange(_HALVINGS + 1), jnp.zeros(1)]).astype(dtype)
 
     def at(share: Any) -> SiteStack:

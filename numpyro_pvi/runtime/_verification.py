@@ -471,8 +471,11 @@ def _settings(
     if role.kind == "absent" or rule is None:
         points, weights = jnp.stack([old, new[0]]), [1.0, -1.0]
     elif rule.axes:
-        steps = jnp.asarray(_LINE, new.dtype).reshape(-1, *(1,) * old.ndim)
-        points, weights = old + steps * (new[0] - old), list(_THIRD)
+        # Along a line of the coordinates that are normal.
+        to, back = (getattr(rule, way, None) or (lambda x: x) for way in ("value", "inverse"))
+        one, other = back(old), back(new[0])
+        steps = jnp.asarray(_LINE, one.dtype).reshape(-1, *(1,) * one.ndim)
+        points, weights = to(one + steps * (other - one)), list(_THIRD)
     else:
         signs = jnp.asarray([1.0, -1.0], new.dtype)
         pair = jax.vmap(lambda sign: rule.points(rule.fit(new), sign))(signs)

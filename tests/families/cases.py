@@ -259,6 +259,11 @@ CASES = [
         "ordered", TransformedNormalFamily(constraints.ordered_vector, (3,)), transformed(constraints.ordered_vector, 3)
     ),
     Case(
+        "positive_ordered",
+        TransformedNormalFamily(constraints.positive_ordered_vector, (3,)),
+        transformed(constraints.positive_ordered_vector, 3),
+    ),
+    Case(
         "correlations",
         TransformedNormalFamily(constraints.corr_cholesky, (3, 3)),
         transformed(constraints.corr_cholesky, 3),

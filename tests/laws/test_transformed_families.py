@@ -13,7 +13,7 @@ from numpyro.distributions import biject_to, constraints
 from scipy import optimize, special, stats
 
 from numpyro_pvi import PVI, AutoExponentialFamily, GuideError, Partition
-from numpyro_pvi.families import BetaFamily, TransformedNormalFamily, family_for
+from numpyro_pvi.families import BetaFamily, CategoricalFamily, TransformedNormalFamily, family_for, grid_rule
 from numpyro_pvi.solvers import PowerEP
 
 from . import family_ep
@@ -192,25 +192,108 @@ def test_a_uniform_share_is_a_beta_and_its_counts_are_conjugate():
     assert abs(float(result.losses[-1]) + special.betaln(4, 2)) < 1e-5
 
 
+MOVING = "'x': the upper bound of its support moves .* shift and scale"
+
+
 @pytest.mark.parametrize(
     ("prior", "message"),
     [
-        (lambda z: dist.Uniform(0, jnp.exp(z)), "'x': the upper bound of its support moves .* shift and scale"),
+        (lambda z, k: dist.Uniform(0, jnp.exp(z)), MOVING),
+        (lambda z, k: dist.Uniform(0.0, jax.lax.stop_gradient(jnp.exp(z))), MOVING),
+        (lambda z, k: dist.Uniform(0.0, jnp.floor(jnp.exp(z)) + 1), MOVING),
+        (lambda z, k: dist.Uniform(0.0, 1.0 + k), MOVING),
+        (lambda z, k: dist.Uniform(0.0, numpyro.param("high", 3.0)), MOVING),
         (
-            lambda z: dist.Pareto(jnp.array([1.0, 2.0]), 1.0).to_event(1),
+            lambda z, k: dist.Pareto(jnp.array([1.0, 2.0]), 1.0).to_event(1),
             "lower bound .* differs from element to element",
         ),
-        (lambda z: dist.ZeroSumNormal(1.0, (2, 3)), "coordinates have the shape .1, 2., and only a number or a vector"),
+        (
+            lambda z, k: dist.ZeroSumNormal(1.0, (2, 3)),
+            "coordinates have the shape .1, 2., and only a number or a vector",
+        ),
     ],
-    ids=["moving", "several", "matrix"],
+    ids=["moving", "without slope", "rounded", "with a count", "with a param", "several", "matrix"],
 )
 def test_what_has_no_support_of_its_own_is_refused(prior, message):
     def model():
-        z = numpyro.sample("z", dist.Normal(0, 1))
-        numpyro.sample("x", prior(z))
+        z, k = numpyro.sample("z", dist.Normal(0, 1)), numpyro.sample("k", dist.Categorical(jnp.ones(4) / 4))
+        numpyro.sample("x", prior(z, k))
 
+    guide = AutoExponentialFamily(model, families={"k": CategoricalFamily(4)})
     with pytest.raises(GuideError, match=message):
-        numpyro.handlers.seed(AutoExponentialFamily(model), random.key(0))()
+        numpyro.handlers.seed(guide, random.key(0))()
+
+
+def test_ends_that_are_computed_are_known_where_the_model_runs():
+    def model(y):
+        x = numpyro.sample("x", dist.Uniform(0.0, jnp.max(y)))
+        numpyro.sample("obs", dist.Normal(x, 1.0), obs=y)
+
+    numpyro.handlers.seed(AutoExponentialFamily(model), random.key(0))(jnp.asarray(Y))
+    with pytest.raises(GuideError, match="upper bound .* is computed from what is not known yet"):
+        jax.jit(lambda y: numpyro.handlers.seed(AutoExponentialFamily(model), random.key(0))(y))(jnp.asarray(Y))
+
+
+SUPPORTS = [
+    (constraints.nonnegative, ()),
+    (constraints.softplus_positive, ()),
+    (constraints.circular, ()),
+    (constraints.unit_interval, ()),
+    (constraints.open_interval(0.1, 0.7), ()),
+    (constraints.less_than(0.3), ()),
+    (constraints.positive_ordered_vector, (2,)),
+    (constraints.positive_semidefinite, (2, 2)),
+    (constraints.zero_sum(1), (3,)),
+    (constraints.l1_ball, (2,)),
+]
+
+
+@pytest.mark.parametrize(("support", "shape"), SUPPORTS, ids=lambda x: type(x).__name__)
+def test_a_family_knows_its_members(support, shape):
+    family = TransformedNormalFamily(support, shape)
+    loc = jnp.zeros(family._coordinate_shape)
+    base = dist.MultivariateNormal(loc, jnp.eye(len(loc))) if shape else dist.Normal(loc, 1.0)
+    natural = family.normal.from_distribution(base)
+    assert family_for(family.to_distribution(natural)) == family
+    # Inside a program as outside.
+    found = []
+    jax.eval_shape(lambda n: found.append(family_for(family.to_distribution(n))), natural)
+    assert found == [family]
+    assert family.log_base_measure(family.sample(natural, random.key(0))).shape == ()
+
+
+def test_a_grid_reaches_as_far_as_a_softplus_does():
+    family = TransformedNormalFamily(constraints.softplus_positive)
+    natural = family.normal.from_distribution(dist.Normal(95.0, 3.0))
+    u = jnp.array([90.0, 95.0, 100.0])
+    np.testing.assert_allclose(grid_rule(family).value(natural, u), u, rtol=1e-6)
+
+
+def test_what_is_rounded_lies_between_no_ends():
+    def model(y):
+        x = numpyro.sample("x", dist.Uniform(0.5, 3.0).expand([2]).to_event(1))
+        with numpyro.plate("data", len(y)):
+            # Of members that share a term, where a kink may hide.
+            sign = jnp.where(jnp.max(x.astype(int)) >= 0.5, 1.0, -1.0)
+            numpyro.sample("obs", dist.Normal(sign * x[0], 1.0), obs=y)
+
+    state = PVI(Partition(model, "data", 2), AutoExponentialFamily(model)).init(random.key(0), jnp.asarray(Y))
+    assert "x" in state.plan.likelihood.drawn
+
+
+def test_rows_with_latents_of_their_own_alone():
+    def model(y):
+        with numpyro.plate("data", len(y)):
+            x = numpyro.sample("x", dist.LogNormal(0.0, 1.0))
+            numpyro.sample("obs", dist.Normal(x, 1.0), obs=y)
+
+    pvi = PVI(Partition(model, "data", 2), AutoExponentialFamily(model))
+    result = pvi.run(random.key(0), 30, jnp.asarray(Y), tol=1e-3, progress_bar=False)
+    wanted = np.array(
+        [optimum(np.exp, lambda u: u, lambda x, y=y: stats.lognorm.logpdf(x, 1.0) + stats.norm.logpdf(y, x)) for y in Y]
+    )
+    np.testing.assert_allclose(result.params["x_auto_loc"], wanted[:, 0], atol=2e-3)
+    np.testing.assert_allclose(float(result.losses[-1]), wanted[:, 2].sum(), atol=2e-3)
 
 
 def test_an_improper_prior_starts_where_nothing_can_be_drawn_of_it():
