@@ -67,6 +67,7 @@ from .runtime import (
     jointly_affine,
     prior_members,
     spread,
+    tamed_sites,
     value_shapes,
     with_tilted,
 )
@@ -423,6 +424,8 @@ def _away_from_prior(
         q = ProductNatural({n: start.parts[n] if n in plan.row_axes else x for n, x in old.parts.items()})
         return dataclasses.replace(state, sites=spread(plan, state.sites, q - old))
     by_predictors = plan.likelihood.by_predictors and not plan.inside
+    if curved:
+        state = dataclasses.replace(state, sites=tamed_sites(plan, state.prior, state.sites))
     arrays, static = split_arguments(args, kwargs)
     # Where rows' own latents have a prior given others alone, there is no q yet at which to look for a curvature.
     there = not plan.inside or bool(_proper(state=state, level="cheap"))

@@ -188,6 +188,9 @@ def find_structure(
         roles.append(role)
     asked = None if expectation in ("values", "monte_carlo") else predictors
     apart = partial(_apart, components, terms, together, np.random.default_rng(1))
+    if rows:
+        # Where latents of rows begin q is not tame yet.
+        roles = [_not_wild(role, dict(family.components)[role.name]) for role in roles]
     roles, found = _by_predictors(roles, dict(family.components), asked, apart)
     structure = FactorStructure(tuple(roles), "all", terms=found)
     if first > _MOST_SIGNS:
@@ -375,6 +378,12 @@ def _role(component: _Component, asked: _Asked, values: np.ndarray, expectation:
     # A kink may hide from values that a term sees several members.
     nodes = single and getattr(rule, "nodes", False) and (one or not form.kink)
     return LatentRole(name, "quadrature" if nodes else "draws", single=single, proved=bool(nodes and one))
+
+
+def _not_wild(role: LatentRole, family: Any) -> LatentRole:
+    """A role without nodes where expectations at them are infinite under some members."""
+    wild = role.kind == "quadrature" and getattr(pair_rule(family), "wild", False)
+    return dataclasses.replace(role, kind="draws", proved=False) if wild else role
 
 
 def _see_one(values: np.ndarray, none: int, whole: int, subsets: Collection[int]) -> bool:

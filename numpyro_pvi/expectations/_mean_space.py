@@ -222,8 +222,10 @@ class MeanSpace:
                 beyond[role.name] = jax.tree.map(jnp.subtract, own, at)
                 own = at
             coordinates[role.name] = own
-        for role, family in self._components("quadrature") + self._components("predictors"):
+        for role, family in self._components("predictors"):
             coordinates[role.name] = _rule(family).coordinates(q.parts[role.name])
+        for role, family in self._components("quadrature"):
+            coordinates[role.name] = _rule(family).node_coordinates(q.parts[role.name])
         drawn = {role.name: q.parts[role.name] for role, _ in self._components("draws")}
         fixed = {role.name: _typical(family, q.parts[role.name]) for role, family in self._components("absent")}
         variables = {"coordinates": coordinates, "natural": drawn}
@@ -292,7 +294,7 @@ class MeanSpace:
                 values = rest["fixed"] | drawn | self._points(coordinates, signs[row])
                 for role, family in by_nodes:
                     # The same node in all of them: every term sees one at most.
-                    values[role.name] = _rule(family).points(coordinates[role.name], nodes[node])
+                    values[role.name] = _rule(family).at_nodes(coordinates[role.name], nodes[node])
                 if by_nodes:
                     return shares[node] * weighted(values, cell, shares[node])
                 return weighted(values, cell, 1.0)
@@ -353,7 +355,9 @@ class MeanSpace:
 
         def of(name: str) -> Any:
             kind, family = kinds[name], families[name]
-            if kind in ("exact", "quadrature", "predictors"):
+            if kind == "quadrature":
+                return _rule(family).node_message(variables["coordinates"][name], gradient["coordinates"][name])
+            if kind in ("exact", "predictors"):
                 own = variables["coordinates"][name]
                 return _rule(family).message(own, gradient["coordinates"][name])
             if kind == "draws":

@@ -22,6 +22,7 @@ from ._gamma import (
     InverseGammaFamily,
     InverseGammaNatural,
 )
+from ._gamma_quantiles import log_gamma_quantile
 from ._gaussian import (
     GaussianNatural,
     LogNormalFamily,
@@ -53,6 +54,8 @@ from ._wishart import WishartFamily, WishartNatural
 
 # Relative half-distance of an anchored pair, and log of the ratio of its geometric to its arithmetic mean.
 HALF_WIDTH = 0.6
+# Least concentration at which a gamma's expectations by nodes begin: those of 1/x^2 are infinite up to 2.
+_TAME = 8.0
 ANCHOR_GAP = 0.5 * math.log1p(-(HALF_WIDTH**2))
 
 
@@ -63,7 +66,9 @@ class PairRule(Protocol):
     ``axes`` is the number of signs per member: 0 stands for one sign without an axis of its own, D for D of them on a last
     axis. ``anchored`` says whether :meth:`anchor` gives other coordinates. A rule may have ``scales = True``: the mean
     statistics of multiples of values are a function of the values' own; and ``normal = True``: values are normal, and coordinates
-    have the methods of :class:`LocVariance`.
+    have the methods of :class:`LocVariance`. Where a rule has ``nodes = True``, ``at_nodes(coordinates, z)`` are the values at the
+    levels of a standard normal's ``z``, a function of ``node_coordinates(natural)`` with a derivative, from which
+    ``node_message`` makes natural parameters; and ``tamed(natural)`` is a member near by at which expectations are finite.
     """
 
     @property
@@ -148,6 +153,21 @@ class MeanGap(NamedTuple):
 
     mean: Any
     gap: Any
+
+
+class Rates(NamedTuple):
+    """Coordinates of gammas: concentration and rate, of x or of 1/x."""
+
+    concentration: Any
+    rate: Any
+
+    def narrowed(self, widest: float) -> Rates:
+        """The same: what is tamed is as narrow as that."""
+        return self
+
+    def bent(self) -> Rates:
+        """The derivative itself."""
+        return self
 
 
 class Means(NamedTuple):
@@ -440,6 +460,12 @@ class ChainPairs:
         """Coordinates of every state on its own."""
         return self.base.fit(values)
 
+    node_coordinates, at_nodes, node_message = coordinates, points, message
+
+    def tamed(self, natural: MarkovNatural) -> MarkovNatural:
+        """A chain as it is."""
+        return natural
+
     def probe(self, natural: MarkovNatural, key: Any, count: int) -> Any:
         """Draws of whole chains."""
         return self.family.sample(natural, key, (count,))
@@ -483,6 +509,11 @@ class _Normal:
     def fit(self, values):
         x = values if self.inverse is None else self.inverse(values)
         return LocVariance(jnp.mean(x, axis=0), jnp.var(x, axis=0))
+
+    node_coordinates, at_nodes, node_message = coordinates, points, message
+
+    def tamed(self, natural):
+        return natural
 
     def probe(self, natural, key, count):
         loc, variance = self.coordinates(natural)
@@ -544,13 +575,15 @@ class _NormalVector:
 @dataclasses.dataclass(frozen=True)
 class _Gamma:
     inverse: bool = False
+    nodes: bool = True
+    wild: bool = True
     axes: int = 0
     anchored: bool = True
     scales: bool = True
 
     def _rates(self, natural):
         """Concentration and rate of x, or of 1/x."""
-        return natural.log + (-1 if self.inverse else 1), natural.rate
+        return natural.log - self._more, natural.rate
 
     def coordinates(self, natural):
         a, b = self._rates(natural)
@@ -567,6 +600,29 @@ class _Gamma:
     def message(self, coordinates, gradient):
         rate = gradient.gap / coordinates.mean - gradient.mean
         return (InverseGammaNatural if self.inverse else GammaNatural)(gradient.gap, rate)
+
+    def node_coordinates(self, natural):
+        return Rates(*self._rates(natural))
+
+    def at_nodes(self, coordinates, z):
+        # Of 1/x the tails change places.
+        log_y = log_gamma_quantile(-z if self.inverse else z, coordinates.concentration) - jnp.log(coordinates.rate)
+        return jnp.exp(-log_y if self.inverse else log_y)
+
+    def node_message(self, coordinates, gradient):
+        family: Any = InverseGammaFamily() if self.inverse else GammaFamily()
+        kind = InverseGammaNatural if self.inverse else GammaNatural
+        slope = jax.tree.unflatten(jax.tree.structure(jax.eval_shape(family.natural_to_mean, family.zeros())), gradient)
+        return family.fisher_solve(kind(coordinates.concentration + self._more, coordinates.rate), slope)
+
+    @property
+    def _more(self):
+        return 1 if self.inverse else -1
+
+    def tamed(self, natural):
+        a, b = self._rates(natural)
+        more = jnp.maximum(1.0, _TAME / a)
+        return type(natural)(a * more + self._more, b * more)
 
     def fit(self, values):
         y = 1 / values if self.inverse else values

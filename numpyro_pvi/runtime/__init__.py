@@ -31,7 +31,7 @@ from ._remote_engine import (
     SummedEngine,
 )
 from ._sharded import Sharded
-from ._starts import apart, best_of_short_runs, curvature_start, first_weights, site_with_rows, spread
+from ._starts import apart, best_of_short_runs, curvature_start, first_weights, site_with_rows, spread, tamed_sites
 from ._tilted import by_chains, chains_wanted, with_chains
 from ._verification import factor_values, product_claims
 
@@ -82,6 +82,7 @@ __all__ = [
     "product_claims",
     "site_with_rows",
     "spread",
+    "tamed_sites",
     "value_shapes",
     "with_chains",
     "with_tilted",

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ..factors import GroupMasks, Packing, ValueCall
-from ..families import ProductFamily, ProductNatural, base_family, members_of, repeated
+from ..families import ProductFamily, ProductNatural, base_family, members_of, pair_rule, repeated
 from ..schedules import BY_FACTOR, UNHEARD_MOVE, Part, RoundCarry, RoundReport
 from ..sites import MAX_HALVINGS, MemberSites, SiteStack, back_off, posterior, select, take
 from ..solvers import late_from, late_weight, plan_batches
@@ -138,9 +138,10 @@ def step_in_turns(
 
 
 def drawn_of(plan: ProductPlan) -> set[str]:
-    """Components that some factor draws."""
-    factors = [f for f in (plan.likelihood, plan.prior_factor) if f is not None]
-    return {name for factor in factors for name in factor.drawn}
+    """Components that some factor draws, or takes at nodes where expectations under some members are infinite."""
+    factors, families = [f for f in (plan.likelihood, plan.prior_factor) if f is not None], dict(plan.family.components)
+    wild = {n for factor in factors for n in factor.by_nodes if getattr(pair_rule(families[n]), "wild", False)}
+    return wild | {name for factor in factors for name in factor.drawn}
 
 
 def member_shares(problem: ProductProblem, q: Any, change: Any) -> dict[str, Any]:

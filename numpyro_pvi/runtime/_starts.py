@@ -26,6 +26,7 @@ from ..families import (
     ProductNatural,
     RowMoments,
     members_of,
+    pair_rule,
     support_of,
 )
 from ..schedules import Rule
@@ -425,6 +426,22 @@ def spread(plan: ProductPlan, sites: SiteStack, change: ProductNatural) -> SiteS
             prior[name] = jax.tree.map(lambda site, x: site + share * x, prior[name], own)
     local = MemberSites(rows) if rows else None
     return SiteStack(ProductNatural(groups), None if prior is None else ProductNatural(prior), local)
+
+
+def tamed_sites(plan: ProductPlan, prior: ProductNatural, sites: SiteStack) -> SiteStack:
+    """Sites under which expectations at nodes are finite, as those of 1/x^2 are not under an exponential prior.
+
+    ``plan``: the plan; ``prior``: what is held exactly; ``sites``: where they are. Returns them with what tells q of latents that
+    are taken at nodes from the nearest tame one, in equal shares.
+    """
+    factors = [own for own in (plan.likelihood, plan.prior_factor) if own is not None]
+    names = {name for own in factors for name in own.by_nodes if name not in plan.row_axes}
+    q, change = posterior(prior, sites), {}
+    for name, family in plan.family.components:
+        if name in names:
+            rule: Any = pair_rule(family)
+            change[name] = rule.tamed(q.parts[name]) - q.parts[name]
+    return spread(plan, sites, ProductNatural(change)) if change else sites
 
 
 def apart(family: ProductFamily, inside: tuple[str, ...], q: ProductNatural, key: Any) -> ProductNatural:
