@@ -197,11 +197,13 @@ def _base_support(fn: Any) -> Any:
 def _ends(fn: Any) -> dict[str, Any]:
     """The ends of the support of single members that a distribution was given, by name."""
     support = _base_support(fn)
-    given, _ = support.tree_flatten()
-    return {end: getattr(support, end) for end in ("lower_bound", "upper_bound") if given and hasattr(support, end)}
+    if isinstance(support, constraints.ParameterFreeConstraint):
+        return {}
+    return {end: getattr(support, end) for end in ("lower_bound", "upper_bound") if hasattr(support, end)}
 
 
 def _nudged(x: Any) -> Array:
+    """A param's value a hundredth further up."""
     x = jnp.asarray(x)
     return x + 1e-2 * (1 + jnp.abs(x)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
@@ -337,8 +339,8 @@ class AutoExponentialFamily(AutoGuide):
         create_plates: as for every NumPyro guide.
 
     Raises:
-        GuideError: when the model is first run, for a latent without a family, or whose support moves with other latents, a family
-            with another support, a name that is no latent, or a block that cannot be Gaussian.
+        GuideError: when the model is first run, for a latent without a family, or whose support moves with other latents or with
+            params, a family with another support, a name that is no latent, or a block that cannot be Gaussian.
 
     References:
         Khan and Lin, Conjugate-computation variational inference, 2017, section 3 (their approximation q).
@@ -431,8 +433,12 @@ class AutoExponentialFamily(AutoGuide):
     def _refuse_moving_ends(self, sites: dict, trace: dict, args: tuple, kwargs: dict) -> None:
         """Refuse latents between ends that move with other latents or with params. Raises GuideError."""
         ended = {n: ends for n, s in sites.items() if (ends := _ends(s["fn"]))}
-        if not ended or any(isinstance(x, Tracer) for ends in ended.values() for x in ends.values()):
-            # Ends that are not known are refused by the family.
+        numbers = [x for ends in ended.values() for x in ends.values()]
+        still = not any(isinstance(x, jax.Array) for x in numbers) and not any(
+            s["type"] == "param" for s in trace.values()
+        )
+        # Python's and NumPy's numbers stay as they are; ends that are not known are refused by the family.
+        if still or any(isinstance(x, Tracer) for x in numbers):
             return
         moved = {n: jax.tree.map(_nudged, s["value"]) for n, s in trace.items() if s["type"] == "param"}
         for seed in range(_LOOKS):

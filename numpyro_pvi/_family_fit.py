@@ -424,7 +424,7 @@ def _away_from_prior(
         q = ProductNatural({n: start.parts[n] if n in plan.row_axes else x for n, x in old.parts.items()})
         return dataclasses.replace(state, sites=spread(plan, state.sites, q - old))
     by_predictors = plan.likelihood.by_predictors and not plan.inside
-    if curved:
+    if curved and not engine.solver.matches_moments:
         state = dataclasses.replace(state, sites=tamed_sites(plan, state.prior, state.sites))
     arrays, static = split_arguments(args, kwargs)
     # Where rows' own latents have a prior given others alone, there is no q yet at which to look for a curvature.

@@ -60,18 +60,18 @@ _LOG = frozenset(("log",))
 _QUADRATIC = Statistics(2)
 # A product of two members counts as affine in those of either, given the other's. Of a chain this is so for terms that see one
 # state; (log x)^2, of a log-normal, is not followed.
-_STATISTICS: dict[type, tuple[Statistics, str]] = {
-    ScalarNormalFamily: (_QUADRATIC, ""),
-    NormalFamily: (_QUADRATIC, ""),
-    MultivariateNormalFamily: (_QUADRATIC, ""),
-    MarkovGaussianFamily: (_QUADRATIC, ""),
-    GammaFamily: (Statistics(1, (), _LOG), "+"),
-    InverseGammaFamily: (Statistics(0, (-1.0,), _LOG), "+"),
-    ExponentialLawFamily: (Statistics(1), "+"),
-    LogNormalFamily: (Statistics(0, (), _LOG), "+"),
-    BetaFamily: (Statistics(0, (), frozenset(("log", "log1m"))), "unit"),
-    DirichletFamily: (Statistics(0, (), _LOG), "unit"),
-    VonMisesFamily: (Statistics(0, (), frozenset(("cos", "sin"))), "angle"),
+_STATISTICS: dict[type, Statistics] = {
+    ScalarNormalFamily: _QUADRATIC,
+    NormalFamily: _QUADRATIC,
+    MultivariateNormalFamily: _QUADRATIC,
+    MarkovGaussianFamily: _QUADRATIC,
+    GammaFamily: Statistics(1, (), _LOG),
+    InverseGammaFamily: Statistics(0, (-1.0,), _LOG),
+    ExponentialLawFamily: Statistics(1),
+    LogNormalFamily: Statistics(0, (), _LOG),
+    BetaFamily: Statistics(0, (), frozenset(("log", "log1m"))),
+    DirichletFamily: Statistics(0, (), _LOG),
+    VonMisesFamily: Statistics(0, (), frozenset(("cos", "sin"))),
 }
 
 
@@ -80,15 +80,13 @@ def statistics_of(family: Any) -> Statistics:
 
     ``family``: a family; repetitions are looked through.
     """
-    return _STATISTICS.get(type(base_family(family)), (Statistics(), ""))[0]
+    return _STATISTICS.get(type(base_family(family)), Statistics())
 
 
 def marked_component(name: str, family: Any) -> Form:
     """The form of a component's values, with what their support says of their sign and their ends."""
-    base: Any = base_family(family)
-    low, high = getattr(base, "ends", (-math.inf, math.inf))
-    between = "" if low < 0 else "+" if high > 1 else "unit"
-    return marked(name, _STATISTICS.get(type(base), (None, between))[1], (low, high))
+    low, high = base_family(family).ends
+    return marked(name, "" if low < 0 else "+" if high > 1 else "unit", (low, high))
 
 
 # ------------------------------------------------------------------------------------------------------------- affinity

@@ -51,11 +51,11 @@ class Form(NamedTuple):
 
     ``kind``: "poly", "link", "statistics" (affine in the statistics asked for), "own" (a power that is neither) or "unknown";
     ``degree``: of a polynomial, jointly in all marked inputs; 0 is no dependence on them; ``own``: the elementwise form, where
-    it is one; ``sign``: "+" for positive entries, "unit" for entries in (0, 1), "-unit" for their negatives, "angle" for
-    entries in (-pi, pi), "" where that is not known; ``kink``: the primitive, where a kink may have shaped it; ``opaque``: the
-    primitive that was not followed; ``smooth``: the smooth primitive that took it out of all forms; ``labels``: of the inputs
-    that it depends on; ``place``: not None where every entry depends on one marked entry at most; entries of two forms with the
-    same place depend on the same ones; ``ends``: what the entries of a marked input lie between, while they are as they were.
+    it is one; ``sign``: "+" for positive entries, "unit" for entries in (0, 1), "-unit" for their negatives, "" where that is not
+    known; ``kink``: the primitive, where a kink may have shaped it; ``opaque``: the primitive that was not followed; ``smooth``:
+    the smooth primitive that took it out of all forms; ``labels``: of the inputs that it depends on; ``place``: not None where
+    every entry depends on one marked entry at most; entries of two forms with the same place depend on the same ones; ``ends``:
+    what the entries of a marked input lie between, while they are as they were.
     """
 
     kind: str = "poly"
@@ -627,8 +627,7 @@ def _check(eqn: Any, forms: list[Form]) -> Form | None:
     slack = 1e-6 * abs(b.value)
     if (least >= -slack and name in ("gt", "ge")) or (most <= slack and below):
         return constant(forms, 1.0)
-    turn = a.sign == "angle" and (b.value if below else -b.value) >= math.pi - 1e-6
-    return constant(forms, 1.0) if turn or (a.sign == "unit" and b.value >= 1 and below) else None
+    return constant(forms, 1.0) if a.sign == "unit" and b.value >= 1 and below else None
 
 
 def _guard(name: str, a: Form, b: Form, eqn: Any) -> Form | None:

@@ -248,6 +248,11 @@ class Family(_FamilyVerbs, Protocol):
         ...
 
     @property
+    def ends(self) -> tuple[float, float]:
+        """Between which numbers every entry of theta lies, infinite where that is not known."""
+        ...
+
+    @property
     def by_coordinate(self) -> Family | None:
         """The family of one coordinate where an event's coordinates are independent, their parameters side by side; else None."""
         ...
@@ -310,6 +315,7 @@ class FamilyDefaults(_FamilyVerbs):
     full: bool = False
     chained: bool = False
     periodic: bool = False
+    ends: tuple[float, float] = (-math.inf, math.inf)
     by_coordinate: Any = None
     grid_rule: Any = None
     pair_rule: Any = None

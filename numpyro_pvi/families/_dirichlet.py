@@ -155,6 +155,7 @@ def _solve(a, direction):
 class _DirichletLaws(FamilyDefaults):
     """What a Dirichlet and a beta, one of two proportions, share: concentrations are ``_read`` of natural parameters, plus 1."""
 
+    ends = (0.0, 1.0)
     _natural: Any = None
     _mean: Any = None
 

@@ -280,6 +280,7 @@ def _log_draws(a, b, key, shape):
 class _GammaLaws(ScalarDefaults):
     """What a gamma and the law of its inverse share: natural parameters a + ``_more`` and b, mean parameters of y ~ Gamma(a, b)."""
 
+    ends = (0.0, math.inf)
     _mean: Any = None
     _more = -1
 
@@ -422,6 +423,7 @@ class InverseGammaFamily(_GammaLaws):
 class ExponentialLawFamily(ScalarDefaults):
     """The exponential distributions themselves, ``T(x) = -x``: gammas whose concentration stays 1."""
 
+    ends = (0.0, math.inf)
     _natural = ExponentialNatural
 
     def sufficient_statistics(self, theta: Float[Array, "*batch"]) -> ExponentialMean:

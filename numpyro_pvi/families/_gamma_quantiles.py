@@ -1,8 +1,9 @@
 """Gamma quantiles as functions of standard normal ones, for quadrature with nodes that are the same for all members.
 
 ``log x`` with ``P(a, x) = Phi(z)`` is interpolated by Chebyshev polynomials in z and ``v = u / (1 + u)``, ``u = 1 / sqrt(a)``, of
-``(log x - log(a + 1/2)) / (u (1 + u))``: z for large concentrations, ``log Phi(z)`` for small ones, and smooth between them. The
-regularised incomplete gamma function of JAX takes 50 ms for 250 numbers on a CPU; the table takes microseconds.
+``(log x - log(a + 1/2)) / (u (1 + u))``: z for large concentrations, ``log Phi(z)`` for small ones, and smooth between them.
+Newton's iteration on JAX's incomplete gamma functions, which are loops whose length grows with the concentration, would take all
+the time of a round.
 """
 
 from __future__ import annotations

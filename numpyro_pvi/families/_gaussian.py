@@ -383,6 +383,7 @@ class LogNormalMean(Vector):
 class LogNormalFamily(ScalarDefaults):
     """Log-normals over x > 0, ``T(x) = (log x, -(log x)^2/2)``."""
 
+    ends = (0.0, math.inf)
     _natural = LogNormalNatural
 
     def _normal(self, natural: LogNormalNatural) -> ScalarNormalNatural:

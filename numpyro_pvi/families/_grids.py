@@ -265,7 +265,7 @@ class _Transformed:
             return u
         # Of an exponential the square of the largest is a number still; a softplus grows no faster than u.
         most = 0.49 * math.log(float(info.max))
-        linear = self.family.support is constraints.softplus_positive
+        linear = self.family.constraint is constraints.softplus_positive
         return jnp.clip(u, nearest(ends[0], 1.0), math.sqrt(float(info.max)) if linear else most)
 
     def value(self, natural, u):

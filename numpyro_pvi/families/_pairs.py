@@ -68,7 +68,9 @@ class PairRule(Protocol):
     statistics of multiples of values are a function of the values' own; and ``normal = True``: values are normal, and coordinates
     have the methods of :class:`LocVariance`. Where a rule has ``nodes = True``, ``at_nodes(coordinates, z)`` are the values at the
     levels of a standard normal's ``z``, a function of ``node_coordinates(natural)`` with a derivative, from which
-    ``node_message`` makes natural parameters; and ``tamed(natural)`` is a member near by at which expectations are finite.
+    ``node_message`` makes natural parameters; ``tamed(natural)`` is a member near by at which expectations are finite, and ``wild =
+    True`` says that those under some members are not. ``value`` and ``inverse`` lead from coordinates that are normal to values
+    and back, where values are images of these; None where they are normal themselves.
     """
 
     @property

@@ -20,10 +20,10 @@ from ..errors import GuideError
 from ._base import FamilyDefaults, base_of, register_family
 from ._gaussian import MultivariateNormalFamily, ScalarNormalFamily
 
-_ENDS = ("lower_bound", "upper_bound")
+_ENDS = {"lower_bound": -math.inf, "upper_bound": math.inf}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class TransformedNormalFamily(FamilyDefaults):
     """Images ``theta = t(u)`` of normals under a bijection t from real vectors to a support, ``T(theta) = (u, -u u^T / 2)``.
 
@@ -31,51 +31,53 @@ class TransformedNormalFamily(FamilyDefaults):
     is ``h(theta) = 1 / |det dt/du|``, so that divergences are those of the normals.
 
     Args:
-        support: a constraint with a bijection from real vectors (:func:`numpyro.distributions.biject_to`), its ends numbers.
+        support: a constraint of NumPyro's with a bijection from real vectors (:func:`numpyro.distributions.biject_to`), its ends
+            numbers; kept as its name and these, such as ``("interval", -1.0, 60.0)``, which may be given as well.
         shape: of one event; ``()`` for single numbers, whose members have a location and a variance each.
 
     Raises:
-        GuideError: where the support is discrete, differs from element to element, or has coordinates that are no vector.
+        GuideError: where the support is discrete, differs from element to element, is none of NumPyro's, or has coordinates that
+            are no vector.
     """
 
     support: Any
     shape: tuple[int, ...] = ()
 
     def __post_init__(self):
-        object.__setattr__(self, "support", _with_known_ends(self.support))
+        object.__setattr__(self, "support", self.support if isinstance(self.support, tuple) else _named(self.support))
         object.__setattr__(self, "shape", tuple(self.shape))
-        if len(self.shape) != self.support.event_dim:
+        if len(self.shape) != self.constraint.event_dim:
             raise GuideError(
-                f"TransformedNormalFamily({self.support}, {self.shape}): events of this support have {self.support.event_dim} axes."
+                f"TransformedNormalFamily({self.constraint}, {self.shape}): events of this support have "
+                f"{self.constraint.event_dim} axes."
             )
         if len(self._coordinate_shape) > 1:
             raise GuideError(
-                f"TransformedNormalFamily({self.support}, {self.shape}): coordinates have the shape {self._coordinate_shape}, and "
-                "only a number or a vector of them has a normal."
+                f"TransformedNormalFamily({self.constraint}, {self.shape}): coordinates have the shape {self._coordinate_shape}, "
+                "and only a number or a vector of them has a normal."
             )
-
-    def _key(self) -> tuple:
-        return type(self.support), self.ends, self.shape
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TransformedNormalFamily) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
 
     # ---------------------------------------------------------------------------------------------------- coordinates
 
     @property
+    def constraint(self) -> constraints.Constraint:
+        """NumPyro's constraint of the support."""
+        name, *ends = self.support
+        found = getattr(constraints, name)
+        return found(*ends) if isinstance(found, type) else found
+
+    @property
     def ends(self) -> tuple[float, float]:
         """The ends of an interval, infinite where there are none."""
-        return getattr(self.support, "lower_bound", -math.inf), getattr(self.support, "upper_bound", math.inf)
+        low, high = (getattr(self.constraint, end, far) for end, far in _ENDS.items())
+        return low, high
 
     @property
     def transform(self) -> transforms.Transform:
         """t, from coordinates to values."""
-        if self.support is constraints.positive_ordered_vector:
+        if self.constraint is constraints.positive_ordered_vector:
             return transforms.ComposeTransform([transforms.OrderedTransform(), _ExpOfOrdered()])
-        return biject_to(self.support)
+        return biject_to(self.constraint)
 
     @property
     def _coordinate_shape(self) -> tuple[int, ...]:
@@ -83,7 +85,7 @@ class TransformedNormalFamily(FamilyDefaults):
             return tuple(self.transform.inverse_shape(self.shape))
         except NotImplementedError:
             raise GuideError(
-                f"TransformedNormalFamily: NumPyro knows no bijection from real vectors to {self.support}."
+                f"TransformedNormalFamily: NumPyro knows no bijection from real vectors to {self.constraint}."
             ) from None
 
     @property
@@ -231,41 +233,48 @@ def _held_inside(theta: Float[Array, "..."], ends: tuple[float, float]) -> Float
     return inside_support(theta, *(end if math.isfinite(end) else None for end in ends))
 
 
-def _with_known_ends(support: Any) -> Any:
-    """A support whose ends are Python numbers. Raises GuideError where they are no numbers, or several."""
+def _named(support: Any) -> tuple:
+    """A constraint by its name in NumPyro and the numbers that make it. Raises GuideError where it has none."""
     support = getattr(support, "base_constraint", support)
-    support = _SAME.get(type(support), support)
     if not isinstance(support, constraints.Constraint) or support.is_discrete:
         raise GuideError(f"TransformedNormalFamily: {support!r} is no constraint of continuous values.")
-    ends = []
-    for end, x in ((end, getattr(support, end)) for end in _ENDS if hasattr(support, end)):
-        if isinstance(x, Tracer) or np.unique(x).size != 1:
-            where = (
-                "is computed from what is not known yet" if isinstance(x, Tracer) else "differs from element to element"
-            )
-            raise GuideError(
-                f"the {end.replace('_', ' ')} of the support {type(support).__name__.lstrip('_')} {where}, and a family has one "
-                "support: give it as a number, or shift and scale a latent whose support is fixed."
-            )
-        # A sum of numbers that says the same end says it to so many digits.
-        ends.append(float(f"{np.unique(x)[0]:.15g}"))
-    kind = _KINDS.get(type(support))
-    return support if kind is None else kind(*ends)
+    kind = type(support)
+    if kind is constraints.zero_sum:
+        return ("zero_sum", support.event_dim)
+    if kind in _KINDS:
+        return (_KINDS[kind], *(_number(support, end) for end in _ENDS if hasattr(support, end)))
+    name = _SAME.get(kind) or next((n for n, own in vars(constraints).items() if own is support), None)
+    if name is None:
+        raise GuideError(f"TransformedNormalFamily: {support!r} is none of NumPyro's constraints.")
+    return (name,)
+
+
+def _number(support: Any, end: str) -> float:
+    """An end of a support. Raises GuideError where it is not known, or several numbers."""
+    x = getattr(support, end)
+    if isinstance(x, Tracer) or np.unique(x).size != 1:
+        where = "is computed from what is not known yet" if isinstance(x, Tracer) else "differs from element to element"
+        raise GuideError(
+            f"the {end.replace('_', ' ')} of the support {type(support).__name__.lstrip('_')} {where}, and a family has one "
+            "support: give it as a number, or shift and scale a latent whose support is fixed."
+        )
+    # A sum of numbers that says the same end says it to so many digits.
+    return float(f"{np.unique(x)[0]:.15g}")
 
 
 # With and without its end a support is one: no density tells them apart.
-_KINDS: dict[type, Any] = {
-    constraints.greater_than: constraints.greater_than,
-    constraints.greater_than_eq: constraints.greater_than,
-    constraints.less_than: constraints.less_than,
-    constraints.less_than_eq: constraints.less_than,
-    constraints.interval: constraints.interval,
-    constraints.open_interval: constraints.interval,
-    type(constraints.circular): constraints.interval,
+_KINDS: dict[type, str] = {
+    constraints.greater_than: "greater_than",
+    constraints.greater_than_eq: "greater_than",
+    constraints.less_than: "less_than",
+    constraints.less_than_eq: "less_than",
+    constraints.interval: "interval",
+    constraints.open_interval: "interval",
+    type(constraints.circular): "interval",
 }
-_SAME: dict[type, Any] = {
-    type(constraints.nonnegative): constraints.positive,
-    type(constraints.positive_semidefinite): constraints.positive_definite,
+_SAME: dict[type, str] = {
+    type(constraints.nonnegative): "positive",
+    type(constraints.positive_semidefinite): "positive_definite",
 }
 
 

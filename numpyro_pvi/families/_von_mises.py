@@ -54,6 +54,7 @@ class VonMisesFamily(ScalarDefaults):
     """Von Mises distributions over an angle, ``T(x) = (cos x, sin x)``; 0 is the uniform distribution."""
 
     periodic = True
+    ends = (-math.pi, math.pi)
     _natural = VonMisesNatural
 
     def sufficient_statistics(self, theta: Float[Array, "*batch"]) -> VonMisesMean:

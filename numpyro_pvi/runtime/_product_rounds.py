@@ -137,7 +137,7 @@ def step_in_turns(
     return jax.lax.fori_loop(0, plan.num_turns, turn, (sites, jnp.int32(0), everyone))
 
 
-def drawn_of(plan: ProductPlan) -> set[str]:
+def restrained_of(plan: ProductPlan) -> set[str]:
     """Components that some factor draws, or takes at nodes where expectations under some members are infinite."""
     factors, families = [f for f in (plan.likelihood, plan.prior_factor) if f is not None], dict(plan.family.components)
     wild = {n for factor in factors for n in factor.by_nodes if getattr(pair_rule(families[n]), "wild", False)}
@@ -145,14 +145,14 @@ def drawn_of(plan: ProductPlan) -> set[str]:
 
 
 def member_shares(problem: ProductProblem, q: Any, change: Any) -> dict[str, Any]:
-    """How much of its change each member of a drawn component takes: at most two sds, and half the way out of its domain.
+    """How much of its change each member of a restrained component takes: at most two sds, and half the way out of its domain.
 
     One noisy message of thousands would otherwise hold all members back, or throw its own far out. The Fisher metric alone
     would let the rate of a gamma of small concentration grow without bound. Of what is left, all members take the same share of
-    a step, so that halving it shortens every one. ``change``: of q, that of a full step. By drawn component, numbers in
+    a step, so that halving it shortens every one. ``change``: of q, that of a full step. By such component, numbers in
     [0, 1] by member; 0 where none is small enough.
     """
-    drawn, found = drawn_of(problem.plan), {}
+    drawn, found = restrained_of(problem.plan), {}
     sizes = problem.sizes(q, change)
     for name, family in problem.family.components:
         if name not in drawn:
@@ -290,7 +290,7 @@ def _change(problem: ProductProblem, new: Any, old: Any, good: Any, i: Any) -> A
 def _members_back(problem: ProductProblem, new: SiteStack, old: SiteStack) -> SiteStack:
     """Members of drawn components whose sum of sites has left the domain by rounding, back where they were."""
     q, families = posterior(problem.prior, new), dict(problem.family.components)
-    good = {n: base_family(families[n]).in_domain(q.parts[n]) for n in drawn_of(problem.plan)}
+    good = {n: base_family(families[n]).in_domain(q.parts[n]) for n in restrained_of(problem.plan)}
 
     def back(own: Any, before: Any, lead: int = 0) -> Any:
         parts = dict(own.parts)

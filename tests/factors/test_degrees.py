@@ -20,7 +20,8 @@ COUNTS = jnp.array([0, 1, 2, 1, 0])
 def form(function, *args, moving=None, statistics=None, sign=""):
     """The form of a function's only output in some of its arguments, all of them by default."""
     moving = range(len(args)) if moving is None else moving
-    inputs = [marked("latents", sign) if i in moving else unmarked(f"p{i}") for i in range(len(args))]
+    own = marked("latents", "", (-np.pi, np.pi)) if sign == "angle" else marked("latents", sign)
+    inputs = [own if i in moving else unmarked(f"p{i}") for i in range(len(args))]
     (found,) = forms_of(jax.make_jaxpr(function)(*args), inputs, statistics or Statistics())
     return found
 

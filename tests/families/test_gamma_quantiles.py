@@ -26,7 +26,9 @@ def wanted(z, a):
 def test_they_are_those_of_scipy(a, tolerance, x64):
     found = jax.vmap(log_gamma_quantile, (0, None))(jnp.asarray(Z), jnp.asarray(a))
     error = (np.asarray(found, float) - wanted(Z, a)) / max(a**-0.5, 1 / a)
-    assert np.max(np.abs(error)) < (tolerance if x64 else max(tolerance, 1e-4))
+    # In single precision log x itself is rounded.
+    rounding = 0.0 if x64 else 1e-4 + 2e-7 * abs(np.log(a)) * a**0.5
+    assert np.max(np.abs(error)) < tolerance + rounding
 
 
 @pytest.mark.parametrize("a", [0.4, 3.0, 40.0])
@@ -55,7 +57,7 @@ def test_expectations_at_the_nodes_are_closed_forms(a, tolerance, x64):
         at = functools.partial(rule.at_nodes, rule.node_coordinates(natural))
         y = np.asarray(jax.vmap(at)(nodes), float) ** sign
         found = [weights @ f(y) for f in (np.log, lambda y: y, lambda y: 1 / y, lambda y: y**-2.0)]
-        np.testing.assert_allclose(found, closed(a, 1.7), rtol=tolerance if x64 else 2e-4)
+        np.testing.assert_allclose(found, closed(a, 1.7), rtol=tolerance if x64 else max(tolerance, 2e-4))
 
 
 @pytest.mark.parametrize("family", [GammaFamily(), InverseGammaFamily()])

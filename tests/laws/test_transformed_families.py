@@ -13,6 +13,7 @@ from numpyro.distributions import biject_to, constraints
 from scipy import optimize, special, stats
 
 from numpyro_pvi import PVI, AutoExponentialFamily, GuideError, Partition
+from numpyro_pvi.factors import forms_of, marked
 from numpyro_pvi.families import BetaFamily, CategoricalFamily, TransformedNormalFamily, family_for, grid_rule
 from numpyro_pvi.solvers import PowerEP
 
@@ -172,7 +173,7 @@ def test_correlations_have_a_family():
     pvi = PVI(Partition(model, "data", 3), AutoExponentialFamily(model))
     result = pvi.run(random.key(0), 60, jnp.asarray(data), tol=1e-2, progress_bar=False)
     found = float(result.params["L_auto_loc"][0]), float(result.params["L_auto_scale_tril"][0, 0])
-    # By draws: some twentieth of an sd is three of its standard errors.
+    # By draws: over twelve keys these are off with sds of .029, .020 and .010 nats.
     assert abs(found[0] - loc) < 0.05 * scale and abs(found[1] / scale - 1) < 0.05
     assert abs(float(np.mean(result.losses[-20:])) - loss) < 0.03
 
@@ -269,16 +270,37 @@ def test_a_grid_reaches_as_far_as_a_softplus_does():
     np.testing.assert_allclose(grid_rule(family).value(natural, u), u, rtol=1e-6)
 
 
-def test_what_is_rounded_lies_between_no_ends():
-    def model(y):
-        x = numpyro.sample("x", dist.Uniform(0.5, 3.0).expand([2]).to_event(1))
-        with numpyro.plate("data", len(y)):
-            # Of members that share a term, where a kink may hide.
-            sign = jnp.where(jnp.max(x.astype(int)) >= 0.5, 1.0, -1.0)
-            numpyro.sample("obs", dist.Normal(sign * x[0], 1.0), obs=y)
+@pytest.mark.parametrize(
+    ("asked", "kink"),
+    [
+        (lambda x: x >= 0.5, False),
+        (lambda x: x[::-1] <= 3.0, False),
+        (lambda x: x >= 0.6, True),
+        (lambda x: 2 * x <= 3.0, True),
+        (lambda x: x.astype(int) >= 0.5, True),
+    ],
+    ids=["beyond its end", "turned round", "inside", "stretched", "rounded"],
+)
+def test_what_lies_between_ends_is_asked_nothing_at_them(asked, kink):
+    def density(x):
+        return jnp.where(asked(x), -(x**4), 0.0)
 
-    state = PVI(Partition(model, "data", 2), AutoExponentialFamily(model)).init(random.key(0), jnp.asarray(Y))
-    assert "x" in state.plan.likelihood.drawn
+    (form,) = forms_of(jax.make_jaxpr(density)(jnp.ones(2)), [marked("x", "+", (0.5, 3.0))])
+    assert bool(form.kink) == kink
+
+
+def test_a_state_is_saved_and_goes_on(tmp_path):
+    pvi, result = fitted("Pareto")
+    pvi.save(tmp_path / "state", result.state)
+    model = model_of(CASES["Pareto"][0])
+    other = PVI(Partition(model, "data", 2), AutoExponentialFamily(model))
+    other.init(random.key(3), jnp.asarray(Y))
+    state = other.load(tmp_path / "state")
+    assert state.plan.family == result.state.plan.family
+    (one, first), (two, second) = pvi.update(result.state, jnp.asarray(Y)), other.update(state, jnp.asarray(Y))
+    np.testing.assert_array_equal(first, second)
+    for name, value in pvi.get_params(one).items():
+        np.testing.assert_array_equal(value, other.get_params(two)[name])
 
 
 def test_rows_with_latents_of_their_own_alone():
@@ -314,6 +336,6 @@ def test_the_state_of_a_member_is_that_of_its_params():
         np.testing.assert_allclose(value, result.params[name], rtol=1e-5)
     posterior = pvi.posterior(result.state)["x"]
     draws = posterior.sample(random.key(2), (20_000,))
-    # Five standard errors, and as many of a heavy tail's variance.
+    # Five standard errors of the mean; of the variance, whose own is about .01.
     assert abs(float(posterior.mean) - float(draws.mean())) < 5 * float(draws.std()) / 20_000**0.5
-    assert abs(float(posterior.variance) / float(draws.var()) - 1) < 0.1
+    assert abs(float(posterior.variance) / float(draws.var()) - 1) < 0.05
