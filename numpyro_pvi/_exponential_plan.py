@@ -57,6 +57,7 @@ from .families import (
 )
 from .handlers import Partition, RowAxes
 from .runtime import (
+    SLOPES,
     JointBlock,
     LookedAtLess,
     ProductPlan,
@@ -456,11 +457,13 @@ def proved_plan(plan: ProductPlan, expectation: str) -> ProductPlan:
     Raises PVIError for observations outside the partitioned plate, which are no group's; or a component that cannot be drawn.
     """
     part = proved_only(plan.partition)
-    claims = [c.split("/", 1) for c in product_claims(plan)]
-    names = [name for factor, name in claims if factor == "likelihood"]
+    claims = [c.removeprefix("likelihood/") for c in product_claims(plan) if c.startswith("likelihood/")]
+    # What may jump and is not looked at is taken as if it did.
+    jumping = [name.removeprefix(SLOPES) for name in claims if name.startswith(SLOPES)]
+    names = [name.removeprefix(SLOPES) for name in claims]
     likelihood = plan.likelihood
     if names:
-        likelihood = with_draws(likelihood, plan.family, names, expectation, "groups' likelihood")
+        likelihood = with_draws(likelihood, plan.family, names, expectation, "groups' likelihood", jumping)
     return dataclasses.replace(plan, partition=part, likelihood=likelihood)
 
 

@@ -57,6 +57,7 @@ from .families import ProductFamily, ProductNatural, repeated
 from .guides import NOT_SET_UP
 from .handlers import GroupTable
 from .runtime import (
+    SLOPES,
     ProductEngine,
     ProductPlan,
     apart,
@@ -536,7 +537,7 @@ def demoted(pvi: Any, state: PVIState, found: list[Contradiction], dynamic: list
     args, kwargs = join_arguments(dynamic, static)
     names: dict[str, list[str]] = {"likelihood": [], "prior factor": [], "prior": []}
     for one in found:
-        factor, name = one.claim.split("/")
+        factor, _, name = one.claim.partition("/")
         names[factor].append(name)
     notes = tuple(_remark(state, one) for one in found)
     try:
@@ -551,8 +552,13 @@ def demoted(pvi: Any, state: PVIState, found: list[Contradiction], dynamic: list
 
 
 def _remark(state: PVIState, found: Contradiction) -> str:
-    factor, name = found.claim.split("/")
+    factor, _, name = found.claim.partition("/")
     plan: Any = state.plan
+    label = plan.partition.table.labels[found.factor] if factor == "likelihood" else None
+    if name.startswith(SLOPES):
+        whose, name = "the prior factor" if label is None else "its likelihood", name.removeprefix(SLOPES)
+        claimed = f"{whose} was taken to change along {name!r} as its slopes say"
+        return remark(state, found, claimed, f"it jumps, and {name!r} is drawn and taken by values", label)
     if factor == "prior":
         return remark(state, found, f"the prior of {name!r} was held exactly", "it is a factor of its own")
     structure = plan.likelihood if factor == "likelihood" else plan.prior_factor
@@ -564,7 +570,6 @@ def _remark(state: PVIState, found: Contradiction) -> str:
     kind = words.get(next(role.kind for role in structure.roles if role.name == name), "conjugate in")
     if factor == "prior factor":
         return remark(state, found, f"the prior factor was taken as {kind} {name!r}", f"{name!r} is drawn")
-    label = plan.partition.table.labels[found.factor]
     return remark(state, found, f"its likelihood was taken as {kind} {name!r}", f"{name!r} is drawn", label)
 
 
@@ -572,11 +577,17 @@ def _drawn(pvi: Any, state: PVIState, names: dict[str, list[str]], notes: tuple[
     """The plan with contradicted components drawn."""
     plan: Any = state.plan
     expectation = expectation_of(pvi.solver)
+
+    def drawn(structure: FactorStructure, claimed: list[str], where: str) -> FactorStructure:
+        jumping = [name.removeprefix(SLOPES) for name in claimed if name.startswith(SLOPES)]
+        every = [name.removeprefix(SLOPES) for name in claimed]
+        return with_draws(structure, plan.family, every, expectation, where, jumping)
+
     likelihood, prior_factor = plan.likelihood, plan.prior_factor
     if names["likelihood"]:
-        likelihood = with_draws(likelihood, plan.family, names["likelihood"], expectation, "groups' likelihood")
+        likelihood = drawn(likelihood, names["likelihood"], "groups' likelihood")
     if names["prior factor"] and prior_factor is not None:
-        prior_factor = with_draws(prior_factor, plan.family, names["prior factor"], expectation, "prior factor")
+        prior_factor = drawn(prior_factor, names["prior factor"], "prior factor")
     part = dataclasses.replace(plan.partition, remarks=(*plan.partition.remarks, *notes))
     return dataclasses.replace(plan, partition=part, likelihood=likelihood, prior_factor=prior_factor, tilted=())
 

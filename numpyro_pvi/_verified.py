@@ -23,7 +23,7 @@ from ._state_marginals import dense_form
 from ._user_inputs import float_dtype, watched
 from ._warnings import warn
 from .errors import PVIError, StateError
-from .factors import Planned, join_arguments, move_to_prior_factor, plan_factors
+from .factors import Planned, join_arguments, may_jump, move_to_prior_factor, plan_factors
 from .schedules import BY_FACTOR
 from .sites import posterior
 
@@ -575,6 +575,7 @@ def remark(state: PVIState, found: Contradiction, claimed: str, instead: str, la
 
 _CLAIMED = {"quadratic": "its likelihood was taken as quadratic", "affine": "its likelihood was taken by quadrature"}
 _DRAWS = "taken by draws"
+_VALUES = "it jumps, and is taken by values at draws"
 
 
 def demoted(pvi: Any, state: PVIState, found: list[Contradiction], dynamic: list, static: tuple) -> PVIState:
@@ -593,9 +594,12 @@ def demoted(pvi: Any, state: PVIState, found: list[Contradiction], dynamic: list
     if "additivity" in claims:
         planned = _masked(pvi, state, planned, dynamic, static)
     plan = planned.plan
-    if "likelihood" in claims:
+    jumping = {claim for claim in claims if may_jump(plan, claim)}
+    if jumping:
+        plan = dataclasses.replace(plan, unstructured="values")
+    if "likelihood" in claims.keys() - jumping:
         plan = dataclasses.replace(plan, likelihood="draws", terms=())
-    if "prior factor" in claims:
+    if "prior factor" in claims.keys() - jumping:
         plan = dataclasses.replace(plan, prior_kind="draws", prior_terms=())
     planned = dataclasses.replace(planned, plan=plan)
     if "prior" in claims:
@@ -618,6 +622,10 @@ def demoted(pvi: Any, state: PVIState, found: list[Contradiction], dynamic: list
 
 def _remark(state: PVIState, found: Contradiction) -> str:
     part = state.plan.partition
+    if may_jump(part, found.claim):
+        label = part.table.labels[found.factor] if found.claim == "likelihood" else None
+        whose = "its likelihood" if found.claim == "likelihood" else "the prior factor"
+        return remark(state, found, f"{whose} was taken to change as its slopes say", _VALUES, label)
     if found.claim == "likelihood":
         return remark(state, found, _CLAIMED[part.likelihood], _DRAWS, part.table.labels[found.factor])
     if found.claim == "additivity":

@@ -345,7 +345,7 @@ def _shapes(facts: dict[str, Any]) -> dict[str, Any]:
 
 def _fixed(part: PartitionPlan) -> dict[str, Any]:
     """What all clients must have found alike: everything but how their own rows are taken."""
-    free = ("table", "chunk_rows", "num_chunks", "likelihood", "terms", "unstructured", "proved", "reason", "remarks")
+    free = ("table", "chunk_rows", "num_chunks", "likelihood", "terms", "unstructured", "jumps", "proved", "reason", "remarks")
     found = {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if f.name not in free}
     # One for every row, whose number is the client's own.
     return found | {"local": None if part.local is None else dataclasses.replace(part.local, size=0)}
@@ -370,8 +370,9 @@ def _joined(parts: list[PartitionPlan]) -> PartitionPlan:
     if kind not in ("quadratic", "affine"):
         terms, proved = (), proved - {"likelihood"}
     forms = {part.unstructured for part in parts}
-    form = parts[0].unstructured if len(forms) == 1 else "monte_carlo"
-    return dataclasses.replace(parts[0], likelihood=kind, terms=terms, proved=proved, unstructured=form, remarks=())
+    form = parts[0].unstructured if len(forms) == 1 else "values" if "values" in forms else "monte_carlo"
+    found = {"terms": terms, "proved": proved, "jumps": frozenset().union(*(part.jumps for part in parts))}
+    return dataclasses.replace(parts[0], likelihood=kind, unstructured=form, remarks=(), **found)
 
 
 def joined_structure(found: list[FactorStructure], family: Any, expectation: str) -> FactorStructure:
@@ -396,7 +397,11 @@ def joined_structure(found: list[FactorStructure], family: Any, expectation: str
     if any(_bare(one.terms) != _bare(base.terms) for one in found if one.terms):
         differ |= set(base.by_predictors)
     proved = [all(each) for each in zip(*([role.proved for role in one.roles] for one in found), strict=True)]
-    roles = tuple(dataclasses.replace(role, proved=sure) for role, sure in zip(base.roles, proved, strict=True))
+    jumps = [any(each) for each in zip(*([role.jumps for role in one.roles] for one in found), strict=True)]
+    roles = tuple(
+        dataclasses.replace(role, proved=sure, jumps=own)
+        for role, sure, own in zip(base.roles, proved, jumps, strict=True)
+    )
     # All combinations of signs are exact whatever meets in a term, an array of fewer where few do, random rows nowhere.
     designs = {one.design for one in found}
     design = base.design if len(designs) == 1 else "random" if "random" in designs else "all"

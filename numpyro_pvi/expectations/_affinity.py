@@ -200,12 +200,18 @@ def find_structure(
 
 
 def with_draws(
-    structure: FactorStructure, family: ProductFamily, names: Collection[str], expectation: str, where: str
+    structure: FactorStructure,
+    family: ProductFamily,
+    names: Collection[str],
+    expectation: str,
+    where: str,
+    by_values: Collection[str] = (),
 ) -> FactorStructure:
     """A structure with some components drawn after all.
 
     ``structure``: what was found; ``family``: of q; ``names``: components that are to be drawn; ``expectation``: as of
-    :func:`find_structure`; ``where``: the factor's name, for messages. Returns the structure; a design of signs that was only
+    :func:`find_structure`; ``where``: the factor's name, for messages; ``by_values``: of them, those that the factor jumps in.
+    Returns the structure; a design of signs that was only
     found to be exact is not trusted any more. Raises PVIError where something must be drawn that cannot be, or may not be.
     """
     # What terms see of several components together is not known of some of them.
@@ -214,7 +220,7 @@ def with_draws(
     roles, first = [], 0
     for role in structure.roles:
         kind = "draws" if role.name in names else role.kind
-        role = dataclasses.replace(role, kind=kind, first=0, signs=0)
+        role = dataclasses.replace(role, kind=kind, first=0, signs=0, by_values=role.by_values or role.name in by_values)
         if kind == "exact":
             role = dataclasses.replace(role, first=first, signs=count_signs(dict(family.components)[role.name], role))
             first += role.signs
@@ -356,6 +362,11 @@ def _traced(
 
 
 def _role(component: _Component, asked: _Asked, values: np.ndarray, expectation: str, form: Form) -> LatentRole:
+    found = _role_of(component, asked, values, expectation, form)
+    return dataclasses.replace(found, jumps=bool(form.jump))
+
+
+def _role_of(component: _Component, asked: _Asked, values: np.ndarray, expectation: str, form: Form) -> LatentRole:
     name = component.name
     if form.constant:
         return LatentRole(name, "absent", proved=True)

@@ -41,7 +41,8 @@ class LatentRole:
     ``signs``: how many signs it takes in the design, and where they begin; ``single``: whether every term depends on one member
     at most, so that all members share their signs; ``axis``: of members, the axis that runs over rows, of which every term sees
     one; None where members belong to no row; ``proved``: whether that is so for all values of all latents, and was not found at
-    a few.
+    a few; ``jumps``: whether the factor may jump in it, as the model's program says; ``by_values``: whether it does, so that what
+    is drawn of it is taken by values, of which slopes say nothing.
     """
 
     name: str
@@ -51,6 +52,8 @@ class LatentRole:
     single: bool = True
     axis: int | None = None
     proved: bool = False
+    jumps: bool = False
+    by_values: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +81,21 @@ class FactorStructure:
     def drawn(self) -> tuple[str, ...]:
         """Components whose expectations are by draws."""
         return tuple(role.name for role in self.roles if role.kind == "draws")
+
+    @property
+    def by_values(self) -> tuple[str, ...]:
+        """Drawn components in which the factor jumps."""
+        return tuple(role.name for role in self.roles if role.kind == "draws" and role.by_values)
+
+    def draws(self, asked: int) -> int:
+        """How many draws are taken where so many are asked for: by values alone every one says less."""
+        return asked * (_BY_VALUES if self.by_values else 1)
+
+    @property
+    def by_slopes(self) -> tuple[str, ...]:
+        """Components that the factor may jump in, and is taken not to."""
+        by_slopes = ("draws", "quadrature")
+        return tuple(r.name for r in self.roles if r.kind in by_slopes and r.jumps and not r.by_values and r.axis is None)
 
     @property
     def by_nodes(self) -> tuple[str, ...]:
@@ -132,6 +150,7 @@ class FactorStructure:
         parts += [f"quadrature over the predictors of {', '.join(self.by_predictors)}"] if self.by_predictors else []
         signs = " and of signs" if self.design == "random" else ""
         parts += [f"draws of {', '.join(self.drawn)}{signs}"] if self.drawn else ["drawn signs"] if signs else []
+        parts += [f"by values in {', '.join(self.by_values)}"] if self.by_values else []
         return "; ".join(parts) or "closed form"
 
 
@@ -177,6 +196,8 @@ _RANDOM_PAIRS = 16
 _NUM_NODES = 32
 # Points evaluated together.
 _TOGETHER = 64
+# How many times as many draws are taken of what a factor jumps in: of 16 a threshold's posterior was .2 sds off after 100 rounds.
+_BY_VALUES = 16
 
 
 class Laws(NamedTuple):
@@ -276,9 +297,32 @@ class MeanSpace:
             average = jax.tree.map(lambda x: jnp.mean(x, axis=0), found[name][1])
             known = known + jnp.sum(family.inner(site, average))
             exact = exact + jnp.sum(family.inner(site, family.natural_to_mean(variables["natural"][name])))
+        if self.structure.by_values:
+            value = jnp.mean(value) + self._of_jumps(variables["natural"], found, value, sites)
         return value - known, value - known + exact
 
+    def _of_jumps(self, natural: dict, found: dict, values: Float[Array, "S"], sites: Mapping[str, Any]) -> Array:
+        """Zero, with the derivative of ``E_q[f - <site, T>]`` in the naturals of components that f jumps in.
+
+        ``Cov(T, f - <site, T>)`` over the draws, which no derivative of f is asked for: that of the expectation of a function
+        that its draws leave as it is, by the score of q (Salimans and Knowles, Fixed-Form Variational Posterior Approximation
+        through Stochastic Linear Regression, 2013, section 3, for the site's own statistics as control variates).
+        """
+        families, count, score = dict(self.family.components), values.shape[0], jnp.zeros(())
+
+        def along(name: str, eta: Any) -> Float[Array, "S"]:
+            family = base_family(families[name])
+            return jax.vmap(lambda own: jnp.sum(family.inner(eta, own)))(found[name][1])
+
+        left = jax.lax.stop_gradient(values - sum((along(n, site) for n, site in sites.items()), start=jnp.zeros(())))
+        for name in self.structure.by_values:
+            # Draws of these do not move with q.
+            score = score + jnp.sum((left - jnp.mean(left)) * along(name, natural[name])) / max(count - 1, 1)
+        return score - jax.lax.stop_gradient(score)
+
     def _average(self, variables: dict, rest: dict, density: Callable[..., Array], signs: Array, draws: dict) -> Array:
+        """The average over all that is not given, or, where the factor jumps in what is drawn, one for every draw."""
+        by_draw = bool(self.structure.by_values)
         probs = variables.get("probs", {})
         cells, by_nodes = all_values({n: x.shape[-1] for n, x in probs.items()}), self._components("quadrature")
         seen = self.structure.by_predictors
@@ -308,14 +352,15 @@ class MeanSpace:
                 values |= {n: jnp.full(probs[n].shape[:-1], k) for n, k in chosen.items()}
                 return density(values, {n: (probs[n][..., k], 1.0 * (k == 0)) for n, k in chosen.items()}, **laws)
 
-            counts = len(signs), self.num_draws if draws else 1, len(cells), count
+            counts = len(signs), self.structure.draws(self.num_draws) if draws else 1, len(cells), count
             if draws and np.prod(counts) == counts[1] <= _TOGETHER:
                 # Looking draws up by an index would cost more than what is done with them.
-                return jnp.mean(jax.vmap(lambda own: settled(own, 0, 0, 0))(draws))
+                found = jax.vmap(lambda own: settled(own, 0, 0, 0))(draws)
+                return found if by_draw else jnp.mean(found)
             index = tuple(x.reshape(-1) for x in np.indices(counts))
-            if len(index[0]) <= _TOGETHER:
-                return counts[2] * jnp.mean(jax.vmap(one)(index))
-            return counts[2] * jnp.mean(jax.lax.map(one, index, batch_size=_TOGETHER))
+            many = len(index[0]) > _TOGETHER
+            found = jax.lax.map(one, index, batch_size=_TOGETHER) if many else jax.vmap(one)(index)
+            return counts[2] * (jnp.mean(found.reshape(counts), axis=(0, 2, 3)) if by_draw else jnp.mean(found))
 
         def continued(coordinates: dict, names: list[str]) -> Array:
             if not names:
@@ -386,7 +431,9 @@ class MeanSpace:
             if (name := role.name) in naturals:
                 own = rows_key if rows_key is not None and name in belongs else key
                 family, own_key = base_family(families[name]), jax.random.fold_in(own, 2 + i)
-                found[name] = family.sample_with_statistics(naturals[name], own_key, (self.num_draws,))
+                natural = jax.lax.stop_gradient(naturals[name]) if role.by_values else naturals[name]
+                count = self.structure.draws(self.num_draws)
+                found[name] = family.sample_with_statistics(natural, own_key, (count,))
         return found
 
     def _points(self, coordinates: dict[str, Any], signs: Array) -> dict[str, Array]:

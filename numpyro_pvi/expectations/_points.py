@@ -6,7 +6,12 @@ A set of P antithetic pairs ``loc +- S eps_k`` with weights ``w_k``, ``sum_k w_k
     E[grad f] =  the same sum over gradients,
     E[hess f] =  sym S^-T sum_k w_k eps_k (g_k^+ - g_k^-)^T / 2         (Stein's identity, E[Lambda (theta - m) grad f^T]),
 
-all exact for cubic f. The gradient may jump: no second derivative is ever taken.
+all exact for cubic f. The gradient may jump: no second derivative is ever taken. Where f itself jumps its gradient does not say
+by how much, and what it leaves of f beside the quadratic with these expectations, ``r``, has expectations of its own, by values:
+
+    E[grad r] = S^-T E[eps r],    E[hess r] = S^-T E[(eps eps^T - I) r] S^-1           (Bonnet's and Price's theorems, by parts).
+
+For an f that does not jump both are zero but for the noise of r.
 """
 
 from __future__ import annotations
@@ -49,8 +54,9 @@ class PointsProgram:
     """``E_q`` of a factor without structure, by values and gradients.
 
     ``log_density``: ``(data, point) -> nats``, the factor on one chunk's rows; ``mode``: "sigma_points" (the same points at
-    every q), "monte_carlo" (fresh random rotations and radii every round), or "auto" (sigma points while a few random draws agree
-    with them); ``num_pairs``: antithetic pairs of a random set, rounded up to whole rotations.
+    every q), "monte_carlo" (fresh random rotations and radii every round), "values" (the same, with what gradients do not say of
+    a factor that jumps), or "auto" (sigma points while a few random draws agree with them); ``num_pairs``: antithetic pairs of a
+    random set, rounded up to whole rotations.
     """
 
     log_density: Callable[[Any, Float[Array, "D"]], Float[Array, ""]]
@@ -89,7 +95,7 @@ class PointsProgram:
         sigma = sigma_points(self.family.dim, dtype)
         if random is None or self.mode == "sigma_points":
             return sigma
-        if self.mode == "monte_carlo":
+        if self.mode in ("monte_carlo", "values"):
             return random._replace(slopes=not trial)
         spare = random.eps.shape[0] - sigma.eps.shape[0]
         padded = [jnp.pad(x, [(0, spare)] + [(0, 0)] * (x.ndim - 1)) for x in (sigma.eps, sigma.weight)]
@@ -166,10 +172,14 @@ class PointsProgram:
             centre = jnp.zeros((1, dim), eps.dtype)
             value, gradient = self._look(chunk, self.family.draw(moments, jnp.concatenate([centre, eps, -eps])))
             plus, minus = slice(1, pairs + 1), slice(pairs + 1, None)
-            even = weight @ (0.5 * (value[plus] + value[minus]) - value[0])
+            even = 0.5 * (value[plus] + value[minus]) - value[0]
             slope = weight @ (0.5 * (gradient[plus] + gradient[minus]) - gradient[0])
             cross = (weight[:, None] * eps).T @ (0.5 * (gradient[plus] - gradient[minus]))
-            return value[0] + even, gradient[0] + slope, cross
+            found = value[0] + weight @ even, gradient[0] + slope, cross
+            if self.mode != "values":
+                return found
+            odd = 0.5 * (value[plus] - value[minus])
+            return self._with_jumps(moments, found, PointSet(eps, weight, 1), even, odd)
 
         if blocks == 1:
             return block(points.eps[0], points.weight[0])
@@ -189,6 +199,30 @@ class PointsProgram:
                 zero,
             )
         return jax.tree.map(lambda x: x / jnp.asarray(points.count, x.dtype), totals)
+
+    def _with_jumps(
+        self, moments: GaussianMoments, found: tuple, points: PointSet, even: Float[Array, "P"], odd: Float[Array, "P"]
+    ) -> tuple:
+        """Value, gradient and cross sums of one block with what its gradients leave of its values: see the top of the module.
+
+        ``even``: half the sums of the pairs' values less the centre's; ``odd``: half their differences. The value has the same
+        derivatives in q's moments.
+        """
+        value, gradient, cross = found
+        root = moments.scale if self.family.full else jnp.diag(moments.scale)
+        inverse = jax.lax.stop_gradient(
+            invert_lower(moments.scale.T).T if self.family.full else jnp.diag(1.0 / moments.scale)
+        )
+        bend = cross @ root
+        square = jnp.einsum("pi,ij,pj->p", points.eps, bend, points.eps)
+        odd, even = jax.lax.stop_gradient((odd - points.eps @ (root.T @ gradient), even - 0.5 * square))
+        slope = inverse.T @ (points.eps.T @ (points.weight * odd))
+        share = points.weight * even
+        second = points.eps.T @ (share[:, None] * points.eps) - jnp.sum(share) * jnp.eye(points.eps.shape[-1], dtype=share.dtype)
+        hessian = inverse.T @ second @ inverse
+        spread = root @ root.T
+        moved = slope @ moments.loc + 0.5 * jnp.sum(hessian * spread)
+        return value + moved - jax.lax.stop_gradient(moved), gradient + slope, cross + second @ inverse
 
     def _dense(self, moments: GaussianMoments, cross: Float[Array, "D D"]) -> Float[Array, "D D"]:
         """``-E[hess f]`` under a mean-field q, its off-diagonal entries included."""
@@ -353,6 +387,7 @@ class ReparameterisedProgram:
     Args:
         log_density: ``(data, point) -> nats``, the factor on one chunk's rows.
         family: the mean-field Gaussian family of q.
+        by_values: whether what gradients leave of a factor that jumps is added by values, as in :class:`PointsProgram`.
 
     References:
         Khan and Rue, The Bayesian Learning Rule, eq. 10 and 11 (Bonnet's and Price's theorems).
@@ -360,6 +395,7 @@ class ReparameterisedProgram:
 
     log_density: Callable[[Any, Float[Array, "D"]], Float[Array, ""]]
     family: NormalFamily
+    by_values: bool = False
     noisy: bool = dataclasses.field(default=True, init=False)
 
     def prepare(self, data: Any, mask: Bool[Array, "R"] | None) -> tuple:
@@ -391,10 +427,10 @@ class ReparameterisedProgram:
             turn = 0.5 * eps * (grad_up - grad_down)
             product = product if probe is None else product + self._secant(chunk, moments, eps, probe)
             added = (value + 0.5 * (up + down), gradient + 0.5 * (grad_up + grad_down))
-            return (*added, bend + turn, weighted + turn * eps**2, product), None
+            return (*added, bend + turn, weighted + turn * eps**2, product), (0.5 * (up + down), 0.5 * (up - down))
 
         first = (jnp.zeros((), loc.dtype), zero, zero, zero, zero)
-        totals, _ = jax.lax.scan(pair, first, noise)
+        totals, halves = jax.lax.scan(pair, first, noise)
         count = noise.shape[0]
         value, gradient, bend, weighted, product = totals
         if count >= _ENOUGH:
@@ -403,10 +439,26 @@ class ReparameterisedProgram:
         precision = -bend / (count * sd)
         if clip is not False:
             precision = jnp.where(clip, jnp.clip(precision, 0.0, None), precision)
-        gradient = gradient / count
+        gradient, value = gradient / count, value / count
+        if self.by_values:
+            gradient, precision, value = self._with_jumps(moments, gradient, precision, value, noise, halves, clip)
         target = self.family.natural(gradient + precision * loc, precision)
         nothing = jnp.zeros((), loc.dtype)
-        return Expected(value / count, target, product / count, nothing, nothing, nothing)
+        return Expected(value, target, product / count, nothing, nothing, nothing)
+
+    def _with_jumps(self, moments, gradient, precision, value, noise: Float[Array, "S D"], halves: tuple, clip: Any):
+        """Gradient, precision and value with what gradients leave of the pairs' values, as in :class:`PointsProgram`."""
+        sd, (even, odd) = moments.scale, halves
+        odd = odd - noise @ (sd * gradient)
+        even = even - jnp.mean(even) + 0.5 * (noise**2 - 1) @ (sd**2 * precision)
+        odd, even, sd = jax.lax.stop_gradient((odd, even, sd))
+        slope = jnp.mean(noise * odd[:, None], axis=0) / sd
+        hessian = jnp.mean((noise**2 - 1) * even[:, None], axis=0) / sd**2
+        precision = precision - hessian
+        if clip is not False:
+            precision = jnp.where(clip, jnp.clip(precision, 0.0, None), precision)
+        moved = slope @ moments.loc + 0.5 * hessian @ moments.scale**2
+        return gradient + slope, precision, value + moved - jax.lax.stop_gradient(moved)
 
     def _secant(self, chunk: tuple, moments: GaussianMoments, eps, probe) -> Float[Array, "D"]:
         """``-E[hess f] @ probe`` from one draw: a difference of gradients sees the jumps that a Hessian misses."""

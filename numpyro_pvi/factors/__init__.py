@@ -26,17 +26,21 @@ from ._chunks import (
 )
 from ._enumerate import enumerated, summed_out
 from ._log_densities import (
+    SPARED,
     Claim,
     Instead,
     SeenCall,
     ValueCall,
     chunk_log_likelihood,
+    claimed_by_slopes,
     claimed_exact_prior,
     claimed_prior_factor,
     claimed_rows,
     claimed_term,
     claims_likelihood,
+    may_jump,
     prior_log_density,
+    rise,
     rows_log_likelihood,
     take_rows,
     with_values_held,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 from numpyro import handlers
 from numpyro.primitives import Messenger
@@ -21,6 +22,7 @@ from ._model import (
     TracedAt,
     is_latent,
     is_observed,
+    prior_factor_log_density,
     rows_first,
     site_log_prob,
     site_parts,
@@ -255,6 +257,8 @@ class Claim(NamedTuple):
     claimed: Any
     model: Any
     size: Any
+    # How far apart they may be beside rounding, in nats; None for not at all.
+    slack: Any = None
 
 
 def claims_likelihood(part: PartitionPlan) -> bool:
@@ -285,6 +289,71 @@ def claimed_rows(call: ModelCall, part: PartitionPlan, point: Float[Array, "D"])
         return sum(rows.values(), start=jnp.zeros((), point.dtype))
 
     return {key: Claim(whole(value[key]), whole(model[key]), whole(size[key])) for key in model}
+
+
+# Along a line a factor's slope is integrated in so many panels, and again in half as many, with so many nodes in each. Where
+# it has kinks the two differ: so many times their difference is no jump.
+_PANELS, _PANEL_NODES, SPARED = 8, 4, 10.0
+
+
+def may_jump(part: PartitionPlan, factor: str) -> bool:
+    """Whether a factor is taken to change as its slopes say though the model's program has primitives that jump.
+
+    ``factor``: "likelihood" or "prior factor".
+    """
+    kind = part.likelihood if factor == "likelihood" else part.prior_kind
+    by_slopes = kind in ("draws", "reparameterised") and part.unstructured != "values"
+    return by_slopes and part.local is None and factor in part.jumps
+
+
+def claimed_by_slopes(
+    call: ModelCall, part: PartitionPlan, factor: str, base: Float[Array, "D"], point: Float[Array, "D"]
+) -> dict[str, Claim]:
+    """A factor at a point as it would be if it changed as its slopes say on the line from a base, and as it is.
+
+    ``factor``: "likelihood", of which there is a claim for every partitioned axis, Float[N] each, or "prior factor", whose is
+    under the name "".
+    """
+
+    def density(step: Array) -> dict[str, Array]:
+        at = base + step * (point - base)
+        if factor == "likelihood":
+            rows = _rows(call, part, at)
+            return {key: sum(own.values(), start=jnp.zeros((), at.dtype)) for key, own in rows.items()}
+        return {"": prior_factor_log_density(call, at, part.prior_latents, part.outside, part.rows)}
+
+    begin, end, (fine, coarse) = density(jnp.zeros_like(base[0])), density(jnp.ones_like(base[0])), rise(density, base.dtype)
+    return {
+        key: Claim(
+            begin[key] + fine[key],
+            end[key],
+            jnp.abs(begin[key]) + jnp.abs(end[key]),
+            SPARED * jnp.abs(fine[key] - coarse[key]),
+        )
+        for key in end
+    }
+
+
+def rise(density: Callable[[Array], Any], dtype: Any) -> tuple[Any, Any]:
+    """The integral of a function's slope from 0 to 1, for every leaf of what it returns: in some panels, and in half as many."""
+    nodes, weights = np.polynomial.legendre.leggauss(_PANEL_NODES)
+    places, shares = [], []
+    for panels in (_PANELS, _PANELS // 2):
+        places.append((np.arange(panels)[:, None] + 0.5 + 0.5 * nodes) / panels)
+        shares.append(np.broadcast_to(0.5 * weights / panels, (panels, _PANEL_NODES)))
+    steps = jnp.asarray(np.concatenate([x.reshape(-1) for x in places]), dtype)
+    owner = np.repeat([0, 1], [x.size for x in places])
+    share = jnp.asarray(np.concatenate([x.reshape(-1) for x in shares]) * (owner == np.arange(2)[:, None]), dtype).T
+
+    def add(sums: Any, own: tuple[Array, Array]) -> tuple[Any, None]:
+        step, share = own
+        slope = jax.jvp(density, (step,), (jnp.ones_like(step),))[1]
+        return jax.tree.map(lambda total, x: total + share.reshape(2, *(1,) * x.ndim) * x, sums, slope), None
+
+    like = jax.eval_shape(density, steps[0])
+    zero = jax.tree.map(lambda x: jnp.zeros((2, *x.shape), x.dtype), like)
+    sums, _ = jax.lax.scan(add, zero, (steps, share))
+    return tuple(jax.tree.map(lambda x, i=i: x[i], sums) for i in (0, 1))  # type: ignore[return-value]
 
 
 def claimed_exact_prior(call: ModelCall, part: PartitionPlan, point: Float[Array, "D"]) -> Claim:

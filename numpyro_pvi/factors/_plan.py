@@ -61,9 +61,11 @@ class PartitionPlan:
     local: LocalLayout | None = None
     # Discrete latents that are summed out of every row, or None.
     enumeration: Enumeration | None = None
-    # How factors without structure are evaluated: "auto" (sigma points while draws agree with them), "sigma_points" or
-    # "monte_carlo" (random points).
+    # How factors without structure are evaluated: "auto" (sigma points while draws agree with them), "sigma_points",
+    # "monte_carlo" (random points), or "values" (the same, where values jump and gradients do not say by how much).
     unstructured: str = "auto"
+    # Of "likelihood" and "prior factor": what may jump in the latents, as the model's program says.
+    jumps: frozenset[str] = frozenset()
     # Of "likelihood", "prior" (its exact part and its factor) and "additivity" (a sum over groups): what holds for all values
     # of latents and parameters; everything that is said of the others was found at points.
     proved: frozenset[str] = frozenset()
@@ -146,6 +148,7 @@ _UNSTRUCTURED = {
     "auto": "sigma points while draws agree with them",
     "sigma_points": "sigma points",
     "monte_carlo": "random points, gradients only",
+    "values": "random points, values and gradients",
 }
 
 
@@ -155,7 +158,7 @@ def _describe(kind: str, terms: tuple[TermSpec, ...], unstructured: str) -> str:
     if kind == "local":
         return "with local latents (antithetic draws)"
     if kind == "reparameterised":
-        return "no structure found (reparameterised draws)"
+        return f"no structure found (reparameterised draws{', values and gradients' * (unstructured == 'values')})"
     if kind == "draws":
         return f"no structure used ({_UNSTRUCTURED[unstructured]})"
     counts = ", ".join(f"{t.site}: {len(t.predictors)} affine predictor{'s' * (len(t.predictors) > 1)}" for t in terms)

@@ -258,7 +258,8 @@ def with_expectation(planned: Planned, expectation: str, full: bool = True) -> P
         return planned
     if expectation in ("monte_carlo", "sigma_points"):
         prior_kind = "draws" if plan.has_prior_factor else "none"
-        plan = dataclasses.replace(plan, likelihood="draws", prior_kind=prior_kind, unstructured=expectation)
+        points = "values" if plan.unstructured == "values" else expectation
+        plan = dataclasses.replace(plan, likelihood="draws", prior_kind=prior_kind, unstructured=points)
     elif expectation == "quadrature" and plan.terms:
         sure = plan.proved if all(t.proved for t in plan.terms) else plan.proved - {"likelihood"}
         plan = dataclasses.replace(plan, likelihood="affine", proved=sure)
@@ -288,7 +289,8 @@ def proved_only(plan: PartitionPlan) -> PartitionPlan:
             "or fit without DifferentialPrivacy."
         )
     likelihood = "draws" if plan.evidence("likelihood") == "found" else plan.likelihood
-    unstructured = "monte_carlo" if plan.unstructured == "auto" else plan.unstructured
+    # What may jump and is not looked at is taken as if it did.
+    unstructured = "values" if plan.jumps else "monte_carlo" if plan.unstructured == "auto" else plan.unstructured
     return dataclasses.replace(plan, likelihood=likelihood, unstructured=unstructured)
 
 
@@ -373,7 +375,15 @@ def _structure(probe: Probe, observed: tuple[str, ...], outside: tuple[str, ...]
     likelihood = _likelihood(probe, observed)
     prior = _prior(probe, outside, layout)
     sure = {name for name, (_, proved) in (("likelihood", likelihood), ("prior", prior)) if proved}
-    return {**likelihood[0], **prior[0], "proved": frozenset(sure)}
+    return {**likelihood[0], **prior[0], "proved": frozenset(sure), "jumps": _jumps(probe, observed, outside, layout)}
+
+
+def _jumps(probe: Probe, observed: tuple[str, ...], outside: tuple[str, ...], layout: Layout) -> frozenset[str]:
+    """Of "likelihood" and "prior factor", whose log density may jump in the latents: comparisons, roundings, look-ups."""
+    rows = any(probe.row_forms[n].jump for n in observed)
+    prior = any(probe.latent_forms[n].jump for n in layout.names)
+    prior = prior or any(form.jump for n in outside for form in probe.leaf_forms[n].values())
+    return frozenset(["likelihood"] * rows + ["prior factor"] * prior)
 
 
 def _likelihood(probe: Probe, observed: tuple[str, ...]) -> tuple[dict[str, Any], bool]:

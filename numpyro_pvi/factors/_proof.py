@@ -52,8 +52,8 @@ class Form(NamedTuple):
     ``kind``: "poly", "link", "statistics" (affine in the statistics asked for), "own" (a power that is neither) or "unknown";
     ``degree``: of a polynomial, jointly in all marked inputs; 0 is no dependence on them; ``own``: the elementwise form, where
     it is one; ``sign``: "+" for positive entries, "unit" for entries in (0, 1), "-unit" for their negatives, "" where that is not
-    known; ``kink``: the primitive, where a kink may have shaped it; ``opaque``: the primitive that was not followed; ``smooth``:
-    the smooth primitive that took it out of all forms; ``labels``: of the inputs that it depends on; ``place``: not None where
+    known; ``kink``: the primitive, where a kink may have shaped it; ``jump``: the primitive, where values may jump, which no
+    derivative says; ``opaque``: the primitive that was not followed; ``smooth``: the smooth primitive that took it out of all forms; ``labels``: of the inputs that it depends on; ``place``: not None where
     every entry depends on one marked entry at most; entries of two forms with the same place depend on the same ones; ``ends``:
     what the entries of a marked input lie between, while they are as they were.
     """
@@ -65,6 +65,7 @@ class Form(NamedTuple):
     value: float | None = None
     sign: str = ""
     kink: str = ""
+    jump: str = ""
     opaque: str = ""
     smooth: str = ""
     labels: frozenset[str] = frozenset()
@@ -134,12 +135,13 @@ def all_labels(forms: Sequence[Form]) -> frozenset[str]:
     return frozenset().union(*(f.labels for f in forms))
 
 
-def unknown(forms: Sequence[Form], smooth: str = "", kink: str = "", opaque: str = "") -> Form:
+def unknown(forms: Sequence[Form], smooth: str = "", kink: str = "", opaque: str = "", jump: str = "") -> Form:
     """What is left of some forms after a primitive that leads out of all forms."""
     kink = next((n for n in (kink, *(f.kink for f in forms)) if n), "")
+    jump = next((n for n in (jump, *(f.jump for f in forms)) if n), "")
     opaque = next((n for n in (opaque, *(f.opaque for f in forms)) if n), "")
     smooth = next((n for n in (*(f.smooth for f in forms), smooth) if n), "")
-    return Form("unknown", kink=kink, opaque=opaque, smooth=smooth, labels=all_labels(forms))
+    return Form("unknown", kink=kink, jump=jump, opaque=opaque, smooth=smooth, labels=all_labels(forms))
 
 
 def constant(forms: Sequence[Form], value: float | None = None) -> Form:
@@ -418,6 +420,11 @@ KINKS = names(
     "select_and_gather_add reduce_window_max reduce_window_min is_finite population_count shift_left "
     "shift_right_logical shift_right_arithmetic clz"
 )
+# Of these, the ones whose values jump, and JAX's own functions of them whose values do not.
+JUMPS = KINKS - names("abs max min clamp reduce_max reduce_min cummax cummin sort reduce_window_max reduce_window_min") | {
+    "convert_element_type"
+}
+JUMPLESS = names("leaky_relu elu celu selu relu relu6 hard_tanh hard_sigmoid hard_silu hard_swish squareplus interp _interp hypot")
 # Of JAX's own functions whose jaxprs have kinks and whose values have none.
 CALLS = names(
     "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr remat remat2 checkpoint"
@@ -538,10 +545,12 @@ class _Interpreter:
             return [Form("link", link="softplus", sign="+", labels=all_labels(forms))]
         if name == "remainder" and _is_turn(forms[1].value) and forms[0].own is not None:
             # The sine and cosine of what is left are those of the angle; anything else has a kink.
-            return [forms[0]._replace(kind="link", degree=0, link=_TURNED, kink="rem", sign="", ends=_ANYWHERE)]
+            return [forms[0]._replace(kind="link", degree=0, link=_TURNED, kink="rem", jump="rem", sign="", ends=_ANYWHERE)]
         found = self.walk(inner, forms)
         if name in KINKLESS and not any(f.kink for f in forms):
-            found = [f._replace(kink="", smooth=name) if f.kink else f for f in found]
+            found = [f._replace(kink="", jump="", smooth=name) if f.kink else f for f in found]
+        if name in JUMPLESS and not any(f.jump for f in forms):
+            found = [f._replace(jump="") for f in found]
         return found
 
     def _cond(self, eqn: Any, forms: list[Form]) -> list[Form]:
@@ -549,7 +558,7 @@ class _Interpreter:
         joined = [aside(each, self.statistics, "branches") for each in zip(*branches, strict=True)]
         if forms[0].constant:
             return [f._replace(labels=f.labels | forms[0].labels) for f in joined]
-        return [unknown([f, forms[0]], kink="cond") for f in joined]
+        return [unknown([f, forms[0]], kink="cond", jump="cond") for f in joined]
 
     def _scan(self, eqn: Any, forms: list[Form]) -> list[Form]:
         body, (fixed, carried) = eqn.params["jaxpr"].jaxpr, _fixed_and_carried(eqn.params)
@@ -658,7 +667,9 @@ def _kink(eqn: Any, forms: list[Form]) -> Form:
     jax_functions = functions.get(_JAX, frozenset())
     if jax_functions & {"ndtr", "_ndtr"} and all(f.at_most(1) or f.link == _NDTR for f in forms):
         return Form("link", link=_NDTR, labels=all_labels(forms))
-    return unknown(forms, name) if jax_functions & KINKLESS else unknown(forms, kink=name)
+    if jax_functions & KINKLESS:
+        return unknown(forms, name)
+    return unknown(forms, kink=name, jump=name if name in JUMPS and not jax_functions & JUMPLESS else "")
 
 
 # NumPyro's constraints without bounds, which a latent's own value meets wherever it is.
@@ -743,7 +754,8 @@ def _join_rule(eqn: Any, forms: list[Form], statistics: Statistics) -> Form:
 def _taken(eqn: Any, forms: list[Form], statistics: Statistics) -> Form:
     """Entries at places that other operands say."""
     if not all(f.constant for f in forms[1:]):
-        return unknown(forms, kink=f"{eqn.primitive.name} at moving places")
+        where = f"{eqn.primitive.name} at moving places"
+        return unknown(forms, kink=where, jump=where)
     # What lies outside may be filled up with constants.
     return forms[0]._replace(labels=all_labels(forms), value=None)
 
@@ -753,7 +765,7 @@ def _put(eqn: Any, forms: list[Form], statistics: Statistics) -> Form:
     name = eqn.primitive.name
     values, places = ([forms[0], forms[2]], forms[1:2]) if name.startswith("scatter") else (forms[:2], forms[2:])
     if not all(f.constant for f in places):
-        return unknown(forms, kink=f"{name} at moving places")
+        return unknown(forms, kink=f"{name} at moving places", jump=f"{name} at moving places")
     if name in ("scatter", "dynamic_update_slice"):
         found = aside(values, statistics, name)
     elif name in ("scatter-add", "scatter_add"):

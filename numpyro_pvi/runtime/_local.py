@@ -137,19 +137,31 @@ def fall_explained(
     draws left it. The fall is of the size of the gain that a natural-gradient step promises to first order. A step that
     overshoots by far loses more, and is still halved; and what promises more than a jitter of one sd in every coordinate, half
     their number, is no noise but a step that far, and must keep its word. Random points with gradients do not contradict
-    themselves: their curvature is the derivative of their mean value. ``noisy``: programs of the factors whose expectations are
+    themselves: their curvature is the derivative of their mean value. Of factors that jump it is not, and a move of d sds takes
+    some d of P pairs over a jump, by chance more or fewer: the mean value falls by the root of d / P nats and more. ``noisy``: programs of the factors whose expectations are
     by draws; ``new``: sites and evaluation after the step; ``old``: before it, on the same draws; ``step``: share of the way to
     the targets, in (0, 1]; ``units``: how many units have how many local latents each; None without any; ``own``: the local
     latents' part of the step's squared length, where clients keep them. Returns nats, or the number 0.
     """
-    if all(isinstance(p, PointsProgram) for p in noisy):
+    jumping = [p.num_pairs for p in noisy if isinstance(p, PointsProgram) and p.mode == "values"]
+    if not jumping and all(isinstance(p, PointsProgram) for p in noisy):
         return 0.0
     (sites, after), (before, was) = new, old
     rows = None if sites.local is None else (sites.local.rows, before.local.rows)
     length = move_in_nats(family, after.q, was.q, after.moments, was.moments, rows) + own
     promised = length / jnp.maximum(step, jnp.finfo(length.dtype).tiny)
     coordinates = family.dim + (0 if units is None else units[0] * units[1])
-    return jnp.where(promised <= _FARTHEST * coordinates, _NOISE_SHARE * promised, 0.0)
+    return explained(promised, coordinates, min(jumping) if jumping else 0)
+
+
+def explained(promised: Float[Array, ""], coordinates: int, draws: int = 0) -> Float[Array, ""]:
+    """How far the mean of draws may fall that contradict themselves, in nats.
+
+    ``promised``: what the step promises, in squared sds; ``coordinates``: of q; ``draws``: of a factor that jumps; 0 where none
+    does.
+    """
+    chance = jnp.sqrt(jnp.sqrt(promised) / draws) if draws else 0.0
+    return jnp.where(promised <= _FARTHEST * coordinates, _NOISE_SHARE * promised + chance, 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------- local

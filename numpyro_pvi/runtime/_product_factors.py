@@ -24,7 +24,7 @@ from ..sites import MemberSites, OwnMembers, SiteStack, cavity, posterior, take
 from ..solvers import LocalResult, LocalSolver, share_of_steps
 from ._base import Runtime
 from ._factors import GroupFactor
-from ._local import unlooked
+from ._local import explained, unlooked
 from ._moments import solver_of_prior
 from ._product_batches import ProductRows, expected_of, stacked, visit_family
 from ._product_matching import (
@@ -163,8 +163,19 @@ class ProductFactors(ProblemDefaults):
         return jnp.array(self._sampled)
 
     def allowance(self, new_sites: SiteStack, new: Any, old_sites: SiteStack, old: Any, step: Any) -> Any:
-        """What rounding makes of sums over rows, for turns that end at the top of an ELBO; values on common draws compare."""
-        return _ROUNDING * jnp.finfo(old.elbo.dtype).eps * (new.size + old.size) if self.in_turns else 0.0
+        """What rounding makes of sums over rows, for turns that end at the top of an ELBO; values on common draws compare.
+
+        Those of factors that jump do not: see :func:`numpyro_pvi.runtime._local.explained`.
+        """
+        rounding = _ROUNDING * jnp.finfo(old.elbo.dtype).eps * (new.size + old.size) if self.in_turns else 0.0
+        factors = self.problem.plan.likelihood, self.problem.plan.prior_factor
+        draws = [x.draws(self.problem.num_draws) for x in factors if x is not None and x.by_values]
+        if not draws:
+            return rounding
+        sizes = self.problem.sizes(old.q, new.q + jax.tree.map(jnp.negative, old.q)).values()
+        length = sum((jnp.sum(x**2) for x in sizes), start=jnp.zeros(()))
+        promised = length / jnp.maximum(step, jnp.finfo(length.dtype).tiny)
+        return rounding + explained(promised, sum(x.size for x in jax.tree.leaves(old.q)), min(draws))
 
     def noise(self, key: Any, num_particles: int = 1) -> Any:
         """The key of the draws; how many there are is the solver's."""

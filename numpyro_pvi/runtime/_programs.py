@@ -150,7 +150,7 @@ class FactorReader:
     def _unstructured(self, density: Callable, kind: str, least: int = 1) -> Any:
         plan = self.plan
         if kind == "reparameterised":
-            return ReparameterisedProgram(density, plan.family)
+            return ReparameterisedProgram(density, plan.family, plan.partition.unstructured == "values")
         pairs = max(self.solver.num_draws, -(-self.num_particles // 2), least)
         return PointsProgram(density, plan.family, plan.partition.unstructured, pairs)
 

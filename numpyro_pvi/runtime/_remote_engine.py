@@ -276,7 +276,8 @@ class RowlessEngine(RemoteEngine):
         """The claims beside the model: those of the likelihood are compared by the clients, at the same draws from q."""
         plan, count = state.plan, num_draws(state.packing)
         proved = plan.partition.proved | {"likelihood", "additivity"}
-        prior = dataclasses.replace(plan, partition=dataclasses.replace(plan.partition, proved=proved))
+        jumps = plan.partition.jumps - {"likelihood"}
+        prior = dataclasses.replace(plan, partition=dataclasses.replace(plan.partition, proved=proved, jumps=jumps))
         found = verify_claims(self, dataclasses.replace(state, plan=prior), args, kwargs) if self.claims(prior) else {}
         if "likelihood" not in self.claims(plan):
             return found

@@ -17,6 +17,7 @@ from .._numerics import value_and_grad
 from .._state import Plan, PVIState
 from ..expectations import FIXED_RULES, FactorStructure, LatentRole, Laws, MeanSpace, claimed_terms
 from ..factors import (
+    SPARED,
     Claim,
     GroupMasks,
     Instead,
@@ -24,10 +25,13 @@ from ..factors import (
     Packing,
     PartitionPlan,
     chunk_log_likelihood,
+    claimed_by_slopes,
     claimed_exact_prior,
     claimed_prior_factor,
     claimed_rows,
     claims_likelihood,
+    may_jump,
+    rise,
     row_log_likelihood,
     take_rows,
 )
@@ -58,13 +62,18 @@ class Check(NamedTuple):
 
 
 def claims_of(plan: Plan) -> tuple[str, ...]:
-    """What a Gaussian fit's plan claims and nothing has proved: "likelihood", "prior", "prior factor", "additivity"."""
+    """What a Gaussian fit's plan claims and nothing has proved: "likelihood", "prior", "prior factor", "additivity".
+
+    Of factors without structure it claims that they change as their slopes say, where they may jump.
+    """
     part = plan.partition
     claimed = []
-    if claims_likelihood(part) and "likelihood" not in part.proved:
+    if (claims_likelihood(part) and "likelihood" not in part.proved) or may_jump(part, "likelihood"):
         claimed.append("likelihood")
     if "prior" not in part.proved:
         claimed += ["prior"] * bool(part.exact) + ["prior factor"] * (part.prior_kind == "affine")
+    if may_jump(part, "prior factor"):
+        claimed.append("prior factor")
     if part.params and part.mechanism != "mask" and part.local is None and "additivity" not in part.proved:
         claimed.append("additivity")
     return tuple(claimed)
@@ -103,17 +112,20 @@ def checked(
     compared; empty where there are none. By claim its check.
     """
 
-    def at(point: Array, params: dict) -> dict[str, dict[str, Claim]]:
+    def at(point: Array, base: Array, params: dict) -> dict[str, dict[str, Claim]]:
         own = dataclasses.replace(call, params=params)
-        return {claim: _claimed(claim, part, packing, own, point) for claim in claims}
+        return {claim: _claimed(claim, part, packing, own, point, base) for claim in claims}
 
-    def look(pair: tuple[Array, Array]) -> dict[str, Check]:
-        again = at(pair[1], call.params)
+    def look(place: tuple[Array, Array, Array]) -> dict[str, Check]:
+        point, moved, base = place
+        again = at(moved, base, call.params)
         if not tangent:
-            return {claim: _check(packing, own, again[claim]) for claim, own in at(pair[0], call.params).items()}
-        found, slopes = jax.jvp(lambda p: at(pair[0], p), (call.params,), (tangent,))
+            return {claim: _check(packing, own, again[claim]) for claim, own in at(point, base, call.params).items()}
+        found, slopes = jax.jvp(lambda p: at(point, base, p), (call.params,), (tangent,))
         return {c: _worse(_check(packing, found[c], again[c]), _slopes(packing, found[c], slopes[c])) for c in claims}
 
+    # Lines are from one draw to another.
+    places = (*places, jnp.roll(places[0], 1, axis=0))
     return jax.lax.map(look, places, batch_size=max(1, _TOGETHER // _num_rows(packing)))
 
 
@@ -162,8 +174,11 @@ def _direction(params: dict, key: Any) -> dict:
     )
 
 
-def _claimed(claim: str, part: PartitionPlan, packing: Any, call: ModelCall, point: Array) -> dict[str, Claim]:
+def _claimed(claim: str, part: PartitionPlan, packing: Any, call: ModelCall, point: Array, base: Array) -> dict[str, Claim]:
     """One claim at one draw: of rows, by partitioned axis, for "likelihood"; else of factors, under the name ""."""
+    if may_jump(part, claim):
+        found = claimed_by_slopes(call, part, claim, base, point)
+        return found if claim == "likelihood" else jax.tree.map(lambda x: x[None], found)
     if claim == "likelihood":
         return claimed_rows(call, part, point)
     if claim == "additivity":
@@ -188,6 +203,7 @@ def _check(packing: Any, found: dict[str, Claim], again: dict[str, Claim]) -> Ch
     for key, own in found.items():
         rounding = _finite(jnp.abs(own.model - again[key].model))
         size = _TOLERANCE[own.size.dtype.name] * _finite(own.size) + _ROUNDING * rounding
+        size = size if own.slack is None else size + _finite(own.slack)
         gap = gap + _by_factor(packing, key, distance(own.claimed, own.model))
         allowed = allowed + _by_factor(packing, key, size)
     return Check(jnp.asarray(gap), jnp.asarray(allowed))
@@ -268,6 +284,8 @@ _PRODUCT_TOLERANCE, _PRODUCT_UNNOTICED = {"float32": 3e-4, "float64": 1e-8}, 1e-
 _PRODUCT_TOGETHER = 1 << 16
 # What is folded into a state's key for these draws.
 _PRODUCT_SEED = 0x5EE6
+# What a claim begins with that is of slopes along a component.
+SLOPES = "slopes along "
 # Kinds of roles that claim something of a factor.
 _CLAIMED = ("exact", "absent", "predictors")
 # Points and weights of a third difference between two values: 0 for what is quadratic along the line.
@@ -278,13 +296,16 @@ def product_claims(plan: ProductPlan) -> tuple[str, ...]:
     """What a plan claims and nothing has proved, as "factor/component".
 
     That it is exact in the component, sees it through predictors, does not see it, or that no term sees two members of all that
-    Hermite's rule is in at once. ``plan``: the plan. Returns names under "likelihood" and "prior factor", and under "prior"
+    Hermite's rule is in at once; and, as "factor/slopes along component", that it changes along one as its slopes say, where it
+    may jump. ``plan``: the plan. Returns names under "likelihood" and "prior factor", and under "prior"
     components whose prior is held exactly.
     """
     claimed, proved = [], plan.partition.proved
     for factor, found in (("likelihood", plan.likelihood), ("prior factor", plan.prior_factor)):
         if found is not None and factor.split()[0] not in proved:
             claimed += [f"{factor}/{role.name}" for role in found.roles if role.kind in _CLAIMED or _is_apart(role)]
+        if found is not None:
+            claimed += [f"{factor}/{SLOPES}{name}" for name in found.by_slopes]
     if "prior" not in proved:
         claimed += [f"prior/{name}" for name in plan.exact]
     return tuple(claimed)
@@ -298,7 +319,7 @@ def verify_product(problem: ProductProblem, state: PVIState, natural: Any) -> di
     plan, claims = problem.plan, product_claims(problem.plan)
     draws, found = _draws_of(problem, natural, jax.random.fold_in(state.rng_key, _PRODUCT_SEED)), {}
     for factor in ("likelihood", "prior factor"):
-        names = tuple(c.split("/")[1] for c in claims if c.startswith(factor + "/"))
+        names = tuple(c.removeprefix(factor + "/") for c in claims if c.startswith(factor + "/"))
         if names and factor == "likelihood":
             key = jax.random.fold_in(state.rng_key, _PRODUCT_SEED)
             here = functools.partial(rows_checks, problem, names, natural, key)
@@ -338,10 +359,12 @@ def _factor_checks(
     structure = problem.plan.likelihood if factor == "likelihood" else problem.plan.prior_factor
     assert structure is not None  # there are claims of it
     roles, checks = {role.name: role for role in structure.roles}, {}
-    anchored = [name for name in names if _is_anchored(problem, roles[name])]
+    for name in (n for n in names if n.startswith(SLOPES)):
+        checks[name] = _by_slopes(problem, factor, name.removeprefix(SLOPES), draws)
+    anchored = [name for name in names if name not in checks and _is_anchored(problem, roles[name])]
     for name in anchored:
         checks[name] = _by_message(problem, factor, roles[name], natural, draws)
-    seen = [name for name in names if roles[name].kind == "predictors"]
+    seen = [name for name in names if name not in checks and roles[name].kind == "predictors"]
     if seen:
         checks |= dict.fromkeys(seen, _by_claimed_terms(problem, factor, structure, draws))
     local = [name for name in names if name not in checks]
@@ -433,6 +456,21 @@ def _by_message(problem: ProductProblem, factor: str, role: LatentRole, natural:
     values, sizes = factor_values(problem, factor, _stacked(settings))
     claimed, moved = (x.reshape(values.shape) for x in (claimed, moved))
     return Check(_where_finite(claimed, values), _allowed(sizes + moved))
+
+
+def _by_slopes(problem: ProductProblem, factor: str, name: str, draws: dict) -> Check:
+    """A factor from one draw of a component to another, given the others, beside what its slopes on the line between them say."""
+    held = {n: x[:, 0] for n, x in draws.items()}
+    way = draws[name][:, 1] - held[name]
+
+    def density(step: Array) -> tuple[Array, Array]:
+        return factor_values(problem, factor, held | {name: held[name] + step * way})
+
+    zero = jnp.zeros((), way.dtype)
+    (begin, first), (end, last) = density(zero), density(zero + 1)
+    fine, coarse = rise(lambda step: density(step)[0], way.dtype)
+    allowed = _allowed(first + last) + SPARED * jnp.nan_to_num(jnp.abs(fine - coarse), posinf=0.0)
+    return Check(_where_finite(begin + fine, end), allowed)
 
 
 def _by_claimed_terms(problem: ProductProblem, factor: str, structure: FactorStructure, draws: dict) -> Check:
