@@ -76,6 +76,9 @@ def ending(state: PVIState, done: int, tol: float | None) -> tuple[bool | None, 
         return None if tol is None else False, ""
     report, floor = jax.device_get((state.report, noise_floor(state.solver_state, state.report)))
     if bool(settled(report, tol, floor)):
+        if state.plan.partition.jumps_unseen:
+            why = " ".join(state.plan.partition.remarks)
+            return False, f"q stands still after {done} rounds, and has not converged. {why}"
         if float(report.left) <= tol:
             return True, f"converged after {done} rounds: no more than {tol:g} posterior sd is left to move"
         return True, (

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from numpyro.infer.svi import SVIRunResult
 
-from .factors import FlatLatents, GroupMasks, Packing, PartitionPlan, model_layout, without_labels
+from .factors import FlatLatents, GroupMasks, Packing, PartitionPlan, may_jump, model_layout, without_labels
 from .schedules import RoundReport, Rule
 from .sites import SiteStack
 
@@ -153,6 +153,11 @@ class Plan:
     def found(self) -> dict[str, Any]:
         """What a client says that it has found at its rows, beside how the model is partitioned."""
         return {}
+
+    @property
+    def by_slopes(self) -> bool:
+        """Whether any factor that may jump is taken to change as its slopes say."""
+        return any(may_jump(self.partition, factor) for factor in ("likelihood", "prior factor"))
 
     def by_draws(self, rule: Rule) -> bool:
         """Whether any factor's expectations are by random draws, under a rule as NumPy's arrays."""

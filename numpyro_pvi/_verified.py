@@ -384,13 +384,18 @@ def verified(pvi: Any, state: PVIState, dynamic: list, static: tuple) -> PVIStat
 
 
 class Verifier:
-    """Verifies a run between its compiled blocks: after 32 rounds, at every doubling of them, and before it ends."""
+    """Verifies a run between its compiled blocks: after 32 rounds, at every doubling of them, and before it ends.
 
-    def __init__(self, pvi: Any, dynamic: list, static: tuple):
-        self.pvi, self.arguments = pvi, (dynamic, static)
+    ``early``: whether it does after the first one, too, as where factors may jump, of which slopes say nothing.
+    """
+
+    def __init__(self, pvi: Any, dynamic: list, static: tuple, early: bool = False):
+        self.pvi, self.arguments, self.early = pvi, (dynamic, static), early
 
     def room(self, done: int) -> int:
         """Rounds up to the next verification: it follows from their number alone, whoever cuts them into blocks."""
+        if not done and self.early:
+            return 1
         due = _FIRST_ROUNDS
         while due <= done:
             due *= 2
@@ -398,7 +403,7 @@ class Verifier:
 
     def __call__(self, now: Progress, ending: bool) -> Progress:
         """The progress, with its state's structure given up where it was contradicted; its last round then counts as unsettled."""
-        due = now.done >= _FIRST_ROUNDS and self.room(now.done) == now.done
+        due = _is_due(now.done, self.early)
         if not (ending or due):
             return now
         state = verified(self.pvi, now.state, *self.arguments)
@@ -415,7 +420,7 @@ class Verifier:
 def after_update(pvi: Any, state: PVIState, loss: Any, dynamic: list, static: tuple) -> tuple[PVIState, Any]:
     """What ``update`` returns: verified with data that are new to the state's structure, and at every doubling of 32 rounds."""
     known, rounds = pvi._memory.has(state, dynamic), int(state.step)
-    if known and (rounds < _FIRST_ROUNDS or rounds & (rounds - 1)):
+    if known and not _is_due(rounds, state.plan.by_slopes):
         return state, loss
     found = verified(pvi, state, dynamic, static)
     if found is state:
@@ -423,6 +428,11 @@ def after_update(pvi: Any, state: PVIState, loss: Any, dynamic: list, static: tu
     news = found.plan.partition.remarks[len(state.plan.partition.remarks) :]
     warn(" ".join(news))
     return found, pvi._loss_under(pvi._engine, found, dynamic, static)
+
+
+def _is_due(done: int, early: bool) -> bool:
+    """Whether claims are verified after so many rounds: after 32 and every doubling, and after the first where slopes are claimed."""
+    return (early and done == 1) or (done >= _FIRST_ROUNDS and not done & (done - 1))
 
 
 def _as_factors(state: PVIState, report: Any) -> Any:
@@ -576,6 +586,10 @@ def remark(state: PVIState, found: Contradiction, claimed: str, instead: str, la
 _CLAIMED = {"quadratic": "its likelihood was taken as quadratic", "affine": "its likelihood was taken by quadrature"}
 _DRAWS = "taken by draws"
 _VALUES = "it jumps, and is taken by values at draws"
+_UNSEEN = (
+    "follows slopes, which do not say so, to a q that is no optimum. NaturalGradient() takes it by values, and a smooth model, as "
+    "with jax.nn.sigmoid in place of a comparison, has slopes that do; seen"
+)
 
 
 def demoted(pvi: Any, state: PVIState, found: list[Contradiction], dynamic: list, static: tuple) -> PVIState:
@@ -586,7 +600,7 @@ def demoted(pvi: Any, state: PVIState, found: list[Contradiction], dynamic: list
     """
     state = dense_form(state)
     claims = {one.claim: one for one in found}
-    notes = tuple(_remark(state, one) for one in found)
+    notes = tuple(_remark(pvi, state, one) for one in found)
     q = posterior(state.prior, state.sites)
     moments = state.plan.family.moments(q)
     sds = state.plan.family.sds(moments)
@@ -596,7 +610,7 @@ def demoted(pvi: Any, state: PVIState, found: list[Contradiction], dynamic: list
     plan = planned.plan
     jumping = {claim for claim in claims if may_jump(plan, claim)}
     if jumping:
-        plan = dataclasses.replace(plan, unstructured="values")
+        plan = dataclasses.replace(plan, unstructured="slopes" if pvi.solver.stochastic else "values")
     if "likelihood" in claims.keys() - jumping:
         plan = dataclasses.replace(plan, likelihood="draws", terms=())
     if "prior factor" in claims.keys() - jumping:
@@ -620,12 +634,13 @@ def demoted(pvi: Any, state: PVIState, found: list[Contradiction], dynamic: list
     return restarted(pvi, state, dynamic, static)
 
 
-def _remark(state: PVIState, found: Contradiction) -> str:
+def _remark(pvi: Any, state: PVIState, found: Contradiction) -> str:
     part = state.plan.partition
     if may_jump(part, found.claim):
         label = part.table.labels[found.factor] if found.claim == "likelihood" else None
         whose = "its likelihood" if found.claim == "likelihood" else "the prior factor"
-        return remark(state, found, f"{whose} was taken to change as its slopes say", _VALUES, label)
+        instead = _VALUES if not pvi.solver.stochastic else f"it jumps, and {type(pvi.solver).__name__} {_UNSEEN}"
+        return remark(state, found, f"{whose} was taken to change as its slopes say", instead, label)
     if found.claim == "likelihood":
         return remark(state, found, _CLAIMED[part.likelihood], _DRAWS, part.table.labels[found.factor])
     if found.claim == "additivity":

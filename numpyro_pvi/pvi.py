@@ -783,7 +783,8 @@ class PVI(SVI):
             return self._advance(state, dynamic, static, count, tol, length, is_traced((state, dynamic)), engine)
 
         self.runtime.hold("call", before.state)
-        verify, elsewhere = Verifier(self, dynamic, static), self.runtime.elsewhere is not None
+        verify = Verifier(self, dynamic, static, before.state.plan.by_slopes)
+        elsewhere = self.runtime.elsewhere is not None
 
         def trace() -> dict:
             return {} if elsewhere else abstract_trace(self.model, jax.random.key(0), *join_arguments(dynamic, static))

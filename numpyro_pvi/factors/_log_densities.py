@@ -302,7 +302,7 @@ def may_jump(part: PartitionPlan, factor: str) -> bool:
     ``factor``: "likelihood" or "prior factor".
     """
     kind = part.likelihood if factor == "likelihood" else part.prior_kind
-    by_slopes = kind in ("draws", "reparameterised") and part.unstructured != "values"
+    by_slopes = kind in ("draws", "reparameterised") and part.unstructured not in ("values", "slopes")
     return by_slopes and part.local is None and factor in part.jumps
 
 

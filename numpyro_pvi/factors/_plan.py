@@ -62,7 +62,8 @@ class PartitionPlan:
     # Discrete latents that are summed out of every row, or None.
     enumeration: Enumeration | None = None
     # How factors without structure are evaluated: "auto" (sigma points while draws agree with them), "sigma_points",
-    # "monte_carlo" (random points), or "values" (the same, where values jump and gradients do not say by how much).
+    # "monte_carlo" (random points), "values" (the same, where values jump and gradients do not say by how much), or "slopes" (where
+    # the solver follows gradients alone all the same).
     unstructured: str = "auto"
     # Of "likelihood" and "prior factor": what may jump in the latents, as the model's program says.
     jumps: frozenset[str] = frozenset()
@@ -80,6 +81,11 @@ class PartitionPlan:
         """The model that factors are read off: the user's, with discrete latents summed out where it has local ones."""
         model = BatchPlates(model) if self.batches else model
         return model if self.enumeration is None else summed_out(model, self.enumeration)
+
+    @property
+    def jumps_unseen(self) -> bool:
+        """Whether a factor was seen to jump, and the solver follows gradients, which do not say so."""
+        return self.unstructured == "slopes"
 
     @property
     def mechanism(self) -> str:
@@ -149,7 +155,9 @@ _UNSTRUCTURED = {
     "sigma_points": "sigma points",
     "monte_carlo": "random points, gradients only",
     "values": "random points, values and gradients",
+    "slopes": "gradients, though it jumps",
 }
+_REPARAMETERISED = {"values": ", values and gradients", "slopes": ", though it jumps"}
 
 
 def _describe(kind: str, terms: tuple[TermSpec, ...], unstructured: str) -> str:
@@ -158,7 +166,7 @@ def _describe(kind: str, terms: tuple[TermSpec, ...], unstructured: str) -> str:
     if kind == "local":
         return "with local latents (antithetic draws)"
     if kind == "reparameterised":
-        return f"no structure found (reparameterised draws{', values and gradients' * (unstructured == 'values')})"
+        return f"no structure found (reparameterised draws{_REPARAMETERISED.get(unstructured, '')})"
     if kind == "draws":
         return f"no structure used ({_UNSTRUCTURED[unstructured]})"
     counts = ", ".join(f"{t.site}: {len(t.predictors)} affine predictor{'s' * (len(t.predictors) > 1)}" for t in terms)

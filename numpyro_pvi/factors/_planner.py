@@ -258,7 +258,7 @@ def with_expectation(planned: Planned, expectation: str, full: bool = True) -> P
         return planned
     if expectation in ("monte_carlo", "sigma_points"):
         prior_kind = "draws" if plan.has_prior_factor else "none"
-        points = "values" if plan.unstructured == "values" else expectation
+        points = plan.unstructured if plan.unstructured in ("values", "slopes") else expectation
         plan = dataclasses.replace(plan, likelihood="draws", prior_kind=prior_kind, unstructured=points)
     elif expectation == "quadrature" and plan.terms:
         sure = plan.proved if all(t.proved for t in plan.terms) else plan.proved - {"likelihood"}

@@ -286,6 +286,9 @@ class ProductEngine(FitsParams):
         """
         plan, given = state.plan, with_rules(state, fine)
         done = self._rounds(given, args, kwargs, count, tol, length)
+        # Rounds see sites of groups whose rows are not at hand beside the prior; a state has them, which may be gone back to.
+        sites = dataclasses.replace(done.state.sites, others=given.sites.others)
+        done = done._replace(state=dataclasses.replace(done.state, sites=sites))
         if not fine and _over_predictors(plan) and not self.solver.private:
             moving = done.state.report.total_move > LOOSE_MOVE
             missed = self._missed(done.state, args, kwargs, moving)

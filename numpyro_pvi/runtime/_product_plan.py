@@ -298,6 +298,12 @@ class ProductPlan(Plan):
         return alone and self.prior_factor is None and not self.inside
 
     @property
+    def by_slopes(self) -> bool:
+        """Whether any factor that may jump is taken to change as its slopes say; moments are of values."""
+        factors = (self.likelihood, self.prior_factor)
+        return not self.tilted and any(factor is not None and factor.by_slopes for factor in factors)
+
+    @property
     def noisy(self) -> bool:
         """Whether any expectation is by draws."""
         factors = (self.likelihood, self.prior_factor)

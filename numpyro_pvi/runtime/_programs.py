@@ -148,11 +148,13 @@ class FactorReader:
         return program(packed_call, (packed, packing.mask))
 
     def _unstructured(self, density: Callable, kind: str, least: int = 1) -> Any:
-        plan = self.plan
+        plan, mode = self.plan, self.plan.partition.unstructured
+        # What follows gradients alone has steps of its own.
+        mode = "values" if mode == "slopes" else mode
         if kind == "reparameterised":
-            return ReparameterisedProgram(density, plan.family, plan.partition.unstructured == "values")
+            return ReparameterisedProgram(density, plan.family, mode == "values")
         pairs = max(self.solver.num_draws, -(-self.num_particles // 2), least)
-        return PointsProgram(density, plan.family, plan.partition.unstructured, pairs)
+        return PointsProgram(density, plan.family, mode, pairs)
 
     def _prepare(self, prepare: Callable, packing: Packing, dim: int):
         count, rows = packing.rows.shape

@@ -304,7 +304,8 @@ def product_claims(plan: ProductPlan) -> tuple[str, ...]:
     for factor, found in (("likelihood", plan.likelihood), ("prior factor", plan.prior_factor)):
         if found is not None and factor.split()[0] not in proved:
             claimed += [f"{factor}/{role.name}" for role in found.roles if role.kind in _CLAIMED or _is_apart(role)]
-        if found is not None:
+        # Moments are of values: no slope is taken for what a factor does.
+        if found is not None and not plan.tilted:
             claimed += [f"{factor}/{SLOPES}{name}" for name in found.by_slopes]
     if "prior" not in proved:
         claimed += [f"prior/{name}" for name in plan.exact]
