@@ -10,6 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro.infer import Predictive
+from numpyro.infer.autoguide import AutoMultivariateNormal
 from scipy import special, stats
 
 from numpyro_pvi import PVI, AutoExponentialFamily, GuideError, Partition, PVIError, StateError
@@ -82,6 +83,37 @@ def test_groups_that_leave_and_come_back_are_fitted_again():
     assert list(info.cavity_proper) == [True] * 3
     with pytest.raises(StateError, match="khat compares q with the posterior given all rows"):
         pvi.khat(state, rows("b"), rng_key=KEY)
+
+
+SLOPES = np.linspace(-1.0, 1.0, 12)
+
+
+def regression(x, counts=None):
+    a, b = (numpyro.sample(n, dist.Normal(0.0, 2.0)) for n in "ab")
+    with numpyro.plate("data", x.shape[0]):
+        numpyro.sample("count", dist.Poisson(jnp.exp(a * x + b)), obs=counts)
+
+
+def test_a_group_comes_where_predictors_may_ask_for_a_finer_rule():
+    """A group that comes is fitted beside the sites of all others as under a Gaussian guide.
+
+    A round of which a finer rule is asked is gone back from: to a state with the sites of the absent groups.
+    """
+    here = LABELS != "c"
+
+    def streamed(guide):
+        pvi = PVI(Partition(regression, "data", LABELS[here]), guide)
+        state = pvi.run(KEY, 8, SLOPES[here], COUNTS[here], progress_bar=False).state
+        return pvi, pvi.add_group(state, "c", SLOPES[~here], COUNTS[~here], tol=1e-6)
+
+    pvi, state = streamed(AutoExponentialFamily(regression, joint=[("a", "b")]))
+    assert state.groups == ("a", "b", "c") and state.present == ("c",)
+    found = pvi.posterior(state, joint=True)["a", "b"]
+    pvi, state = streamed(AutoMultivariateNormal(regression))
+    params = pvi.get_params(state)
+    np.testing.assert_allclose(found.mean, params["auto_loc"], atol=1e-5 + 10 * TIGHT)
+    root = params["auto_scale_tril"]
+    np.testing.assert_allclose(found.covariance_matrix, root @ root.T, atol=1e-5 + 10 * TIGHT)
 
 
 # --------------------------------------------------------------------------------------------------------- prequential
