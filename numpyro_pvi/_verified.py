@@ -431,7 +431,7 @@ def after_update(pvi: Any, state: PVIState, loss: Any, dynamic: list, static: tu
 
 
 def _is_due(done: int, early: bool) -> bool:
-    """Whether claims are verified after so many rounds: after 32 and every doubling, and after the first where slopes are claimed."""
+    """Whether claims are verified after so many rounds: 32 and every doubling, and the first where slopes are claimed."""
     return (early and done == 1) or (done >= _FIRST_ROUNDS and not done & (done - 1))
 
 

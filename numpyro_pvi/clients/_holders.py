@@ -345,7 +345,18 @@ def _shapes(facts: dict[str, Any]) -> dict[str, Any]:
 
 def _fixed(part: PartitionPlan) -> dict[str, Any]:
     """What all clients must have found alike: everything but how their own rows are taken."""
-    free = ("table", "chunk_rows", "num_chunks", "likelihood", "terms", "unstructured", "jumps", "proved", "reason", "remarks")
+    free = (
+        "table",
+        "chunk_rows",
+        "num_chunks",
+        "likelihood",
+        "terms",
+        "unstructured",
+        "jumps",
+        "proved",
+        "reason",
+        "remarks",
+    )
     found = {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if f.name not in free}
     # One for every row, whose number is the client's own.
     return found | {"local": None if part.local is None else dataclasses.replace(part.local, size=0)}

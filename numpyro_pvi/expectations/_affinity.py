@@ -220,7 +220,9 @@ def with_draws(
     roles, first = [], 0
     for role in structure.roles:
         kind = "draws" if role.name in names else role.kind
-        role = dataclasses.replace(role, kind=kind, first=0, signs=0, by_values=role.by_values or role.name in by_values)
+        role = dataclasses.replace(
+            role, kind=kind, first=0, signs=0, by_values=role.by_values or role.name in by_values
+        )
         if kind == "exact":
             role = dataclasses.replace(role, first=first, signs=count_signs(dict(family.components)[role.name], role))
             first += role.signs

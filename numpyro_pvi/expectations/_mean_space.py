@@ -95,7 +95,9 @@ class FactorStructure:
     def by_slopes(self) -> tuple[str, ...]:
         """Components that the factor may jump in, and is taken not to."""
         by_slopes = ("draws", "quadrature")
-        return tuple(r.name for r in self.roles if r.kind in by_slopes and r.jumps and not r.by_values and r.axis is None)
+        return tuple(
+            r.name for r in self.roles if r.kind in by_slopes and r.jumps and not r.by_values and r.axis is None
+        )
 
     @property
     def by_nodes(self) -> tuple[str, ...]:

@@ -218,7 +218,9 @@ class PointsProgram:
         odd, even = jax.lax.stop_gradient((odd - points.eps @ (root.T @ gradient), even - 0.5 * square))
         slope = inverse.T @ (points.eps.T @ (points.weight * odd))
         share = points.weight * even
-        second = points.eps.T @ (share[:, None] * points.eps) - jnp.sum(share) * jnp.eye(points.eps.shape[-1], dtype=share.dtype)
+        second = points.eps.T @ (share[:, None] * points.eps) - jnp.sum(share) * jnp.eye(
+            points.eps.shape[-1], dtype=share.dtype
+        )
         hessian = inverse.T @ second @ inverse
         spread = root @ root.T
         moved = slope @ moments.loc + 0.5 * jnp.sum(hessian * spread)

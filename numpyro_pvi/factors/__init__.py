@@ -26,7 +26,6 @@ from ._chunks import (
 )
 from ._enumerate import enumerated, summed_out
 from ._log_densities import (
-    SPARED,
     Claim,
     Instead,
     SeenCall,

@@ -291,9 +291,8 @@ def claimed_rows(call: ModelCall, part: PartitionPlan, point: Float[Array, "D"])
     return {key: Claim(whole(value[key]), whole(model[key]), whole(size[key])) for key in model}
 
 
-# Along a line a factor's slope is integrated in so many panels, and again in half as many, with so many nodes in each. Where
-# it has kinks the two differ: so many times their difference is no jump.
-_PANELS, _PANEL_NODES, SPARED = 8, 4, 10.0
+# Along a line a factor's slope is integrated in so many panels, with so many of Gauss and Legendre's nodes in each.
+_PANELS, _PANEL_NODES = 8, 4
 
 
 def may_jump(part: PartitionPlan, factor: str) -> bool:
@@ -322,38 +321,36 @@ def claimed_by_slopes(
             return {key: sum(own.values(), start=jnp.zeros((), at.dtype)) for key, own in rows.items()}
         return {"": prior_factor_log_density(call, at, part.prior_latents, part.outside, part.rows)}
 
-    begin, end, (fine, coarse) = density(jnp.zeros_like(base[0])), density(jnp.ones_like(base[0])), rise(density, base.dtype)
-    return {
-        key: Claim(
-            begin[key] + fine[key],
-            end[key],
-            jnp.abs(begin[key]) + jnp.abs(end[key]),
-            SPARED * jnp.abs(fine[key] - coarse[key]),
-        )
-        for key in end
-    }
+    zero = jnp.zeros_like(base[0])
+    begin, end, (whole, missed) = density(zero), density(zero + 1), rise(density, base.dtype)
+    size = {key: jnp.abs(begin[key]) + jnp.abs(end[key]) for key in end}
+    return {key: Claim(begin[key] + whole[key], end[key], size[key], missed[key]) for key in end}
 
 
 def rise(density: Callable[[Array], Any], dtype: Any) -> tuple[Any, Any]:
-    """The integral of a function's slope from 0 to 1, for every leaf of what it returns: in some panels, and in half as many."""
+    """The integral of a function's slope from 0 to 1, and what the nodes may miss of it, for every leaf of what it returns.
+
+    A bend of the function is a step of its slope: of one between two nodes the rule misses less than half of what lies between
+    them. So much as the largest change from node to node makes of their largest distance is told, twice that.
+    """
     nodes, weights = np.polynomial.legendre.leggauss(_PANEL_NODES)
-    places, shares = [], []
-    for panels in (_PANELS, _PANELS // 2):
-        places.append((np.arange(panels)[:, None] + 0.5 + 0.5 * nodes) / panels)
-        shares.append(np.broadcast_to(0.5 * weights / panels, (panels, _PANEL_NODES)))
-    steps = jnp.asarray(np.concatenate([x.reshape(-1) for x in places]), dtype)
-    owner = np.repeat([0, 1], [x.size for x in places])
-    share = jnp.asarray(np.concatenate([x.reshape(-1) for x in shares]) * (owner == np.arange(2)[:, None]), dtype).T
+    steps = ((np.arange(_PANELS)[:, None] + 0.5 + 0.5 * nodes) / _PANELS).reshape(-1)
+    shares, apart = np.tile(0.5 * weights / _PANELS, _PANELS), np.max(np.diff(steps))
 
-    def add(sums: Any, own: tuple[Array, Array]) -> tuple[Any, None]:
-        step, share = own
-        slope = jax.jvp(density, (step,), (jnp.ones_like(step),))[1]
-        return jax.tree.map(lambda total, x: total + share.reshape(2, *(1,) * x.ndim) * x, sums, slope), None
+    def slope_at(step: Array) -> Any:
+        return jax.jvp(density, (step,), (jnp.ones_like(step),))[1]
 
-    like = jax.eval_shape(density, steps[0])
-    zero = jax.tree.map(lambda x: jnp.zeros((2, *x.shape), x.dtype), like)
-    sums, _ = jax.lax.scan(add, zero, (steps, share))
-    return tuple(jax.tree.map(lambda x, i=i: x[i], sums) for i in (0, 1))  # type: ignore[return-value]
+    def add(carry: tuple[Any, Any, Any], own: tuple[Array, Array]) -> tuple[tuple[Any, Any, Any], None]:
+        (whole, missed, before), (step, share) = carry, own
+        slope = slope_at(step)
+        missed = jax.tree.map(lambda most, x, y: jnp.maximum(most, apart * jnp.abs(x - y)), missed, slope, before)
+        return (jax.tree.map(lambda total, x: total + share * x, whole, slope), missed, slope), None
+
+    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(density, jnp.zeros((), dtype)))
+    given = jnp.asarray(steps, dtype), jnp.asarray(shares, dtype)
+    # The first node is its own neighbour.
+    (whole, missed, _), _ = jax.lax.scan(add, (zero, zero, slope_at(given[0][0])), given)
+    return whole, missed
 
 
 def claimed_exact_prior(call: ModelCall, part: PartitionPlan, point: Float[Array, "D"]) -> Claim:

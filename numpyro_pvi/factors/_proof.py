@@ -51,11 +51,12 @@ class Form(NamedTuple):
 
     ``kind``: "poly", "link", "statistics" (affine in the statistics asked for), "own" (a power that is neither) or "unknown";
     ``degree``: of a polynomial, jointly in all marked inputs; 0 is no dependence on them; ``own``: the elementwise form, where
-    it is one; ``sign``: "+" for positive entries, "unit" for entries in (0, 1), "-unit" for their negatives, "" where that is not
-    known; ``kink``: the primitive, where a kink may have shaped it; ``jump``: the primitive, where values may jump, which no
-    derivative says; ``opaque``: the primitive that was not followed; ``smooth``: the smooth primitive that took it out of all forms; ``labels``: of the inputs that it depends on; ``place``: not None where
-    every entry depends on one marked entry at most; entries of two forms with the same place depend on the same ones; ``ends``:
-    what the entries of a marked input lie between, while they are as they were.
+    it is one; ``sign``: "+" for positive entries, "unit" for entries in (0, 1), "-unit" for their negatives, "" where that is
+    not known; ``kink``: the primitive, where a kink may have shaped it; ``jump``: the primitive, where values may jump, which
+    no derivative says; ``opaque``: the primitive that was not followed; ``smooth``: the smooth primitive that took it out of
+    all forms; ``labels``: of the inputs that it depends on; ``place``: not None where every entry depends on one marked entry
+    at most; entries of two forms with the same place depend on the same ones; ``ends``: what the entries of a marked input lie
+    between, while they are as they were.
     """
 
     kind: str = "poly"
@@ -421,10 +422,12 @@ KINKS = names(
     "shift_right_logical shift_right_arithmetic clz"
 )
 # Of these, the ones whose values jump, and JAX's own functions of them whose values do not.
-JUMPS = KINKS - names("abs max min clamp reduce_max reduce_min cummax cummin sort reduce_window_max reduce_window_min") | {
-    "convert_element_type"
-}
-JUMPLESS = names("leaky_relu elu celu selu relu relu6 hard_tanh hard_sigmoid hard_silu hard_swish squareplus interp _interp hypot")
+JUMPS = KINKS - names(
+    "abs max min clamp reduce_max reduce_min cummax cummin sort reduce_window_max reduce_window_min"
+) | {"convert_element_type"}
+JUMPLESS = names(
+    "leaky_relu elu celu selu relu relu6 hard_tanh hard_sigmoid hard_silu hard_swish squareplus interp _interp hypot"
+)
 # Of JAX's own functions whose jaxprs have kinks and whose values have none.
 CALLS = names(
     "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr remat remat2 checkpoint"
@@ -545,7 +548,9 @@ class _Interpreter:
             return [Form("link", link="softplus", sign="+", labels=all_labels(forms))]
         if name == "remainder" and _is_turn(forms[1].value) and forms[0].own is not None:
             # The sine and cosine of what is left are those of the angle; anything else has a kink.
-            return [forms[0]._replace(kind="link", degree=0, link=_TURNED, kink="rem", jump="rem", sign="", ends=_ANYWHERE)]
+            return [
+                forms[0]._replace(kind="link", degree=0, link=_TURNED, kink="rem", jump="rem", sign="", ends=_ANYWHERE)
+            ]
         found = self.walk(inner, forms)
         if name in KINKLESS and not any(f.kink for f in forms):
             found = [f._replace(kink="", jump="", smooth=name) if f.kink else f for f in found]

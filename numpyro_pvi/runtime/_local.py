@@ -138,10 +138,11 @@ def fall_explained(
     overshoots by far loses more, and is still halved; and what promises more than a jitter of one sd in every coordinate, half
     their number, is no noise but a step that far, and must keep its word. Random points with gradients do not contradict
     themselves: their curvature is the derivative of their mean value. Of factors that jump it is not, and a move of d sds takes
-    some d of P pairs over a jump, by chance more or fewer: the mean value falls by the root of d / P nats and more. ``noisy``: programs of the factors whose expectations are
-    by draws; ``new``: sites and evaluation after the step; ``old``: before it, on the same draws; ``step``: share of the way to
-    the targets, in (0, 1]; ``units``: how many units have how many local latents each; None without any; ``own``: the local
-    latents' part of the step's squared length, where clients keep them. Returns nats, or the number 0.
+    some d of P pairs over a jump, by chance more or fewer: the mean value falls by the root of d / P nats and more. ``noisy``:
+    programs of the factors whose expectations are by draws; ``new``: sites and evaluation after the step; ``old``: before it,
+    on the same draws; ``step``: share of the way to the targets, in (0, 1]; ``units``: how many units have how many local
+    latents each; None without any; ``own``: the local latents' part of the step's squared length, where clients keep them.
+    Returns nats, or the number 0.
     """
     jumping = [p.num_pairs for p in noisy if isinstance(p, PointsProgram) and p.mode == "values"]
     if not jumping and all(isinstance(p, PointsProgram) for p in noisy):

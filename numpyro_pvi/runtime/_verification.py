@@ -17,7 +17,6 @@ from .._numerics import value_and_grad
 from .._state import Plan, PVIState
 from ..expectations import FIXED_RULES, FactorStructure, LatentRole, Laws, MeanSpace, claimed_terms
 from ..factors import (
-    SPARED,
     Claim,
     GroupMasks,
     Instead,
@@ -125,8 +124,8 @@ def checked(
         return {c: _worse(_check(packing, found[c], again[c]), _slopes(packing, found[c], slopes[c])) for c in claims}
 
     # Lines are from one draw to another.
-    places = (*places, jnp.roll(places[0], 1, axis=0))
-    return jax.lax.map(look, places, batch_size=max(1, _TOGETHER // _num_rows(packing)))
+    lines = (*places, jnp.roll(places[0], 1, axis=0))
+    return jax.lax.map(look, lines, batch_size=max(1, _TOGETHER // _num_rows(packing)))
 
 
 def draws_of(state: PVIState, count: int) -> tuple[tuple[Float[Array, "P D"], Float[Array, "P D"]], Any]:
@@ -174,7 +173,9 @@ def _direction(params: dict, key: Any) -> dict:
     )
 
 
-def _claimed(claim: str, part: PartitionPlan, packing: Any, call: ModelCall, point: Array, base: Array) -> dict[str, Claim]:
+def _claimed(
+    claim: str, part: PartitionPlan, packing: Any, call: ModelCall, point: Array, base: Array
+) -> dict[str, Claim]:
     """One claim at one draw: of rows, by partitioned axis, for "likelihood"; else of factors, under the name ""."""
     if may_jump(part, claim):
         found = claimed_by_slopes(call, part, claim, base, point)
@@ -469,9 +470,8 @@ def _by_slopes(problem: ProductProblem, factor: str, name: str, draws: dict) -> 
 
     zero = jnp.zeros((), way.dtype)
     (begin, first), (end, last) = density(zero), density(zero + 1)
-    fine, coarse = rise(lambda step: density(step)[0], way.dtype)
-    allowed = _allowed(first + last) + SPARED * jnp.nan_to_num(jnp.abs(fine - coarse), posinf=0.0)
-    return Check(_where_finite(begin + fine, end), allowed)
+    whole, missed = rise(lambda step: density(step)[0], way.dtype)
+    return Check(_where_finite(begin + whole, end), _allowed(first + last) + _finite(missed))
 
 
 def _by_claimed_terms(problem: ProductProblem, factor: str, structure: FactorStructure, draws: dict) -> Check:

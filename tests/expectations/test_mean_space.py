@@ -256,7 +256,9 @@ def test_messages_to_a_drawn_gamma_are_the_gradient_in_mean_space():
     structure = with_draws(structure, family, ("shape",), "auto", "factor")
     assert structure.conjugate == ("rate",) and structure.drawn == ("shape",)
 
-    def run(key, space=MeanSpace(family, structure, 500)):
+    draws = MeanSpace(family, structure, 500)
+
+    def run(key, space=draws):
         variables, rest = space.variables(natural)
         value, gradient = jax.value_and_grad(lambda v: space.average(v, rest, density, key))(variables)
         parts = space.message(natural, variables, gradient).parts

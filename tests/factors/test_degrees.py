@@ -118,6 +118,42 @@ def test_kinks_are_not_followed(name):
     assert found.kind in ("unknown", "link") and found.kink and not found.predictor_link, found
 
 
+JUMPS = {
+    "where": lambda w: jnp.where(w > 0.3, 1.0, 2.0),
+    "floor": jnp.floor,
+    "round": jnp.round,
+    "sign": jnp.sign,
+    "remainder": lambda w: jnp.remainder(w, 2.0),
+    "integers": lambda w: w.astype(int) * 1.0,
+    "looked up": lambda w: jnp.arange(3.0)[w.astype(int)],
+    "argmax": lambda w: 1.0 * jnp.argmax(w),
+    "cond": lambda w: jax.lax.cond(w[0] > 0, lambda: w, lambda: 2 * w),
+    "then smoothed": lambda w: jnp.exp(-(jnp.where(w > 0.3, 1.0, 2.0) ** 2)),
+}
+CONTINUOUS = {
+    "abs": jnp.abs,
+    "maximum": lambda w: jnp.maximum(w, 0.0),
+    "clip": lambda w: jnp.clip(w, 0.0, 1.0),
+    "sort": jnp.sort,
+    "relu": jax.nn.relu,
+    "leaky relu": jax.nn.leaky_relu,
+    "elu": jax.nn.elu,
+    "interp": lambda w: jnp.interp(w, jnp.arange(3.0), jnp.arange(3.0) ** 2),
+    "log ndtr": jax.scipy.special.log_ndtr,
+    "on data": lambda w: jnp.where(jnp.arange(3) > 1, w, 2 * w),
+}
+
+
+@pytest.mark.parametrize("name", JUMPS)
+def test_jumps_are_told_from_kinks(name):
+    assert form(JUMPS[name], W).jump
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_what_is_continuous_has_no_jump(name):
+    assert not form(CONTINUOUS[name], W).jump
+
+
 @pytest.mark.parametrize("name", SMOOTH)
 def test_what_is_smooth_and_no_structure_is_told_from_what_has_kinks(name):
     found = form(SMOOTH[name], W)
