@@ -590,6 +590,15 @@ _UNSEEN = (
     "follows slopes, which do not say so, to a q that is no optimum. NaturalGradient() takes it by values, and a smooth model, as "
     "with jax.nn.sigmoid in place of a comparison, has slopes that do; seen"
 )
+_UNSEEN_BESIDE = (
+    "follows slopes, which do not say so, to a q that is no optimum. AutoExponentialFamily takes it by values, and a smooth model, "
+    "as with jax.nn.sigmoid in place of a comparison, has slopes that do; seen"
+)
+
+
+def _sees_slopes_alone(pvi: Any, part: Any) -> bool:
+    """Whether what a factor does is told by its slopes alone: solvers that take them at single points, rows with own latents."""
+    return pvi.solver.stochastic or part.local is not None
 
 
 def demoted(pvi: Any, state: PVIState, found: list[Contradiction], dynamic: list, static: tuple) -> PVIState:
@@ -610,7 +619,7 @@ def demoted(pvi: Any, state: PVIState, found: list[Contradiction], dynamic: list
     plan = planned.plan
     jumping = {claim for claim in claims if may_jump(plan, claim)}
     if jumping:
-        plan = dataclasses.replace(plan, unstructured="slopes" if pvi.solver.stochastic else "values")
+        plan = dataclasses.replace(plan, unstructured="slopes" if _sees_slopes_alone(pvi, plan) else "values")
     if "likelihood" in claims.keys() - jumping:
         plan = dataclasses.replace(plan, likelihood="draws", terms=())
     if "prior factor" in claims.keys() - jumping:
@@ -627,7 +636,7 @@ def demoted(pvi: Any, state: PVIState, found: list[Contradiction], dynamic: list
     except PVIError as error:
         raise cannot_go_on(error, notes) from error
     sites = state.sites
-    if "likelihood" in claims and sites.local is not None:
+    if "likelihood" in claims.keys() - jumping and sites.local is not None:
         # Sites of single rows are of their predictors; a group's site is their sum.
         sites = dataclasses.replace(sites, local=None)
     state = dataclasses.replace(state, plan=plan, packing=planned.packing, sites=sites)
@@ -639,7 +648,10 @@ def _remark(pvi: Any, state: PVIState, found: Contradiction) -> str:
     if may_jump(part, found.claim):
         label = part.table.labels[found.factor] if found.claim == "likelihood" else None
         whose = "its likelihood" if found.claim == "likelihood" else "the prior factor"
-        instead = _VALUES if not pvi.solver.stochastic else f"it jumps, and {type(pvi.solver).__name__} {_UNSEEN}"
+        instead = _VALUES
+        if _sees_slopes_alone(pvi, part):
+            who = type(pvi.solver).__name__ if part.local is None else f"{type(pvi.solver).__name__} beside own latents"
+            instead = f"it jumps, and {who} {_UNSEEN if part.local is None else _UNSEEN_BESIDE}"
         return remark(state, found, f"{whose} was taken to change as its slopes say", instead, label)
     if found.claim == "likelihood":
         return remark(state, found, _CLAIMED[part.likelihood], _DRAWS, part.table.labels[found.factor])

@@ -383,6 +383,9 @@ def _joined(parts: list[PartitionPlan]) -> PartitionPlan:
     forms = {part.unstructured for part in parts}
     form = parts[0].unstructured if len(forms) == 1 else "values" if "values" in forms else "monte_carlo"
     found = {"terms": terms, "proved": proved, "jumps": frozenset().union(*(part.jumps for part in parts))}
+    if parts[0].local is not None:
+        # Own latents stay with the clients, and rows are not looked at without them.
+        found["jumps"] -= {"likelihood"}
     return dataclasses.replace(parts[0], likelihood=kind, unstructured=form, remarks=(), **found)
 
 

@@ -23,6 +23,7 @@ from ._model import (
     is_latent,
     is_observed,
     prior_factor_log_density,
+    row_log_likelihood,
     rows_first,
     site_log_prob,
     site_parts,
@@ -301,8 +302,8 @@ def may_jump(part: PartitionPlan, factor: str) -> bool:
     ``factor``: "likelihood" or "prior factor".
     """
     kind = part.likelihood if factor == "likelihood" else part.prior_kind
-    by_slopes = kind in ("draws", "reparameterised") and part.unstructured not in ("values", "slopes")
-    return by_slopes and part.local is None and factor in part.jumps
+    by_slopes = kind in ("draws", "reparameterised", "local") and part.unstructured not in ("values", "slopes")
+    return by_slopes and factor in part.jumps
 
 
 def claimed_by_slopes(
@@ -311,14 +312,16 @@ def claimed_by_slopes(
     """A factor at a point as it would be if it changed as its slopes say on the line from a base, and as it is.
 
     ``factor``: "likelihood", of which there is a claim for every partitioned axis, Float[N] each, or "prior factor", whose is
-    under the name "".
+    under the name "". Rows' own latents stay where ``call`` has them.
     """
 
     def density(step: Array) -> dict[str, Array]:
         at = base + step * (point - base)
         if factor == "likelihood":
-            rows = _rows(call, part, at)
-            return {key: sum(own.values(), start=jnp.zeros((), at.dtype)) for key, own in rows.items()}
+            found: dict[str, Array] = {}
+            for key, own in row_log_likelihood(call, at, part.rows).values():
+                found[key] = found[key] + own if key in found else own
+            return found
         return {"": prior_factor_log_density(call, at, part.prior_latents, part.outside, part.rows)}
 
     zero = jnp.zeros_like(base[0])

@@ -234,6 +234,7 @@ def plan_factors(
         why=partition.why,
         batches=partition.batches,
         **_structure(probe, observed, outside, layout),
+        jumps=_jumps(probe, (*observed, *(() if local is None else local.names)), outside, layout),
     )
     if read.reading.mechanism == "mask":
         # Every group is the whole model with the others' rows masked.
@@ -375,12 +376,15 @@ def _structure(probe: Probe, observed: tuple[str, ...], outside: tuple[str, ...]
     likelihood = _likelihood(probe, observed)
     prior = _prior(probe, outside, layout)
     sure = {name for name, (_, proved) in (("likelihood", likelihood), ("prior", prior)) if proved}
-    return {**likelihood[0], **prior[0], "proved": frozenset(sure), "jumps": _jumps(probe, observed, outside, layout)}
+    return {**likelihood[0], **prior[0], "proved": frozenset(sure)}
 
 
-def _jumps(probe: Probe, observed: tuple[str, ...], outside: tuple[str, ...], layout: Layout) -> frozenset[str]:
-    """Of "likelihood" and "prior factor", whose log density may jump in the latents: comparisons, roundings, look-ups."""
-    rows = any(probe.row_forms[n].jump for n in observed)
+def _jumps(probe: Probe, inside: tuple[str, ...], outside: tuple[str, ...], layout: Layout) -> frozenset[str]:
+    """Of "likelihood" and "prior factor", whose log density may jump in the latents: comparisons, roundings, look-ups.
+
+    ``inside``: names of the rows' sites, observed and latent; ``outside``: of observed sites that are no rows'.
+    """
+    rows = any(probe.row_forms[n].jump for n in inside)
     prior = any(probe.latent_forms[n].jump for n in layout.names)
     prior = prior or any(form.jump for n in outside for form in probe.leaf_forms[n].values())
     return frozenset(["likelihood"] * rows + ["prior factor"] * prior)

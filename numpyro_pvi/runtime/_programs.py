@@ -116,7 +116,7 @@ class FactorReader:
             if part.local is None:
                 return self._unstructured(density, part.likelihood), (data, None)
 
-            slots = (data, *_unit_slots(part, packing))
+            slots = (data, *unit_slots(part, packing))
             if self.solver.matches_moments:
                 return integrated_program(part, packing, call, read, plan.family), slots
 
@@ -212,7 +212,7 @@ def beside_rows(part: PartitionPlan, packing: Packing | GroupMasks, call: ModelC
     return part.reading.call(call, take(packing.chunks, 0))
 
 
-def _unit_slots(part: PartitionPlan, packing: Packing | GroupMasks) -> tuple[Int[Array, "C R"], Bool[Array, "C R"]]:
+def unit_slots(part: PartitionPlan, packing: Packing | GroupMasks) -> tuple[Int[Array, "C R"], Bool[Array, "C R"]]:
     """Which unit's local latents every slot of every chunk holds, and which slots count."""
     if isinstance(packing, Packing):
         return packing.rows, packing.mask
@@ -266,7 +266,7 @@ def chunk_log_likelihoods(
 
 def first_conditionals(plan: Plan, packing: Packing | GroupMasks, loc, sd) -> ConditionalNatural:
     """Local latents at their prior given the shared ones, in the packing's slots; unit Gaussians where nothing counts."""
-    units, mask = _unit_slots(plan.partition, packing)
+    units, mask = unit_slots(plan.partition, packing)
     loc = jnp.where(mask[..., None], loc[units], 0.0)
     precision = 1.0 / jnp.where(mask[..., None], sd[units], 1.0) ** 2
     dim = plan.family.dim if plan.family.full else 0

@@ -34,11 +34,11 @@ from ..factors import (
     row_log_likelihood,
     take_rows,
 )
-from ..families import ProductNatural, members_of, pair_rule, row_gaussian
+from ..families import ProductNatural, conditional_moments, members_of, pair_rule, row_gaussian
 from ..sites import posterior, sum_slots, take
 from ._product_plan import ProductPlan, owners
 from ._product_problem import ProductProblem
-from ._programs import chunk_log_likelihoods, whole_call
+from ._programs import chunk_log_likelihoods, unit_slots, whole_call
 from ._refinement import first_rule
 
 # Draws from q: at least so many, and more where rows are few.
@@ -91,10 +91,20 @@ def verify_claims(engine: Any, state: PVIState, args: tuple, kwargs: dict) -> di
     places, valid = draws_of(state, num_draws(packing))
     tangent = direction_of(params, state)
     call = whole_call(engine.model, plan.partition, args, kwargs, params)
+    if plan.partition.local is not None and state.sites.local is not None:
+        call = dataclasses.replace(call, local=_own_means(state, call.local))
     found = checked(call, plan.partition, packing, claims, places, tangent)
     if "prior" in claims and plan.rows is None:
         found["prior"] = _worse(found["prior"], _held_prior(state, call, places[0]))
     return {claim: Check(jnp.where(valid, own.gap, 0.0), own.allowed) for claim, own in found.items()}
+
+
+def _own_means(state: PVIState, like: Float[Array, "U K"]) -> Float[Array, "U K"]:
+    """Where a state has the rows' own latents, in the order of the rows; 0 for rows of nobody."""
+    loc = state.plan.family.moments(posterior(state.prior, state.sites)).loc
+    means = conditional_moments(state.sites.local.rows).mean(loc)
+    units, counted = unit_slots(state.plan.partition, state.packing)
+    return like.at[jnp.where(counted, units, like.shape[0])].set(means, mode="drop")
 
 
 def checked(

@@ -83,6 +83,24 @@ def test_slopes_alone_are_told_to_say_nothing():
     np.testing.assert_allclose([loc, sd], PRIOR, rtol=1e-3)
 
 
+def levels(counts=None):
+    """A threshold of the rows' own latents."""
+    z = numpyro.sample("z", dist.Normal(0.0, 1.0))
+    with numpyro.plate("data", 6):
+        x = numpyro.sample("x", dist.Normal(jnp.where(z > 0, 2.0, -2.0), 1.0))
+        numpyro.sample("y", dist.Normal(x, 1.0), obs=counts)
+
+
+@pytest.mark.parametrize("mode", ["auto", "mask"])
+def test_rows_with_latents_of_their_own_tell_as_much(mode):
+    """Which are taken by slopes: own latents stay where q has them while the shared ones go from draw to draw."""
+    y = jnp.asarray([1.2, 2.1, 1.7, 2.6, 0.9, 1.1])
+    pvi = PVI(Partition(levels, "data", LABELS[:6], mode=mode), AutoNormal(levels))
+    result = pvi.run(KEY, 10, counts=y, tol=1e-2, progress_bar=False)
+    assert result.converged is False
+    assert "has not converged" in result.message and "beside own latents follows slopes" in result.message
+
+
 def test_moments_are_of_values():
     """Nothing is taken by slopes, so that nothing is claimed of them."""
     pvi = PVI(Partition(threshold, "data", LABELS), AutoNormal(threshold), solver=PowerEP())
