@@ -426,7 +426,8 @@ JUMPS = KINKS - names(
     "abs max min clamp reduce_max reduce_min cummax cummin sort reduce_window_max reduce_window_min"
 ) | {"convert_element_type"}
 JUMPLESS = names(
-    "leaky_relu elu celu selu relu relu6 hard_tanh hard_sigmoid hard_silu hard_swish squareplus interp _interp hypot"
+    "leaky_relu elu celu selu relu relu6 hard_tanh hard_sigmoid hard_silu hard_swish squareplus interp _interp hypot "
+    "slogdet _slogdet_lu _slogdet_qr"
 )
 # Of JAX's own functions whose jaxprs have kinks and whose values have none.
 CALLS = names(
@@ -674,11 +675,20 @@ def _kink(eqn: Any, forms: list[Form]) -> Form:
         return Form("link", link=_NDTR, labels=all_labels(forms))
     if jax_functions & KINKLESS:
         return unknown(forms, name)
-    return unknown(forms, kink=name, jump=name if name in JUMPS and not jax_functions & JUMPLESS else "")
+    jumps = name in JUMPS and not jax_functions & JUMPLESS and not _of_a_distribution(eqn)
+    return unknown(forms, kink=name, jump=name if jumps else "")
+
+
+def _of_a_distribution(eqn: Any) -> bool:
+    """Whether NumPyro's own distributions wrote an equation: they are continuous in their parameters, guards against overflow or not."""
+    traceback = eqn.source_info.traceback
+    frames = () if traceback is None else traceback.frames
+    author = next((f.file_name for f in frames if not f.file_name.startswith(_JAX)), "")
+    return _DISTRIBUTIONS in author.replace(os.sep, "/")
 
 
 # NumPyro's constraints without bounds, which a latent's own value meets wherever it is.
-_CONSTRAINTS = "numpyro/distributions/constraints.py"
+_CONSTRAINTS, _DISTRIBUTIONS = "numpyro/distributions/constraints.py", "numpyro/distributions/"
 _ALWAYS_TRUE = ("_Simplex", "_PositiveDefinite", "_PositiveOrderedVector", "_OrderedVector", "_CorrCholesky", "_CorrMatrix",
     "_LowerCholesky", "_ScaledUnitLowerCholesky", "_Circular", "_Sphere")  # fmt: skip
 # What stands inside of JAX's ndtr, whose only input is affine, before its last product.

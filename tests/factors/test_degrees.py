@@ -141,6 +141,9 @@ CONTINUOUS = {
     "interp": lambda w: jnp.interp(w, jnp.arange(3.0), jnp.arange(3.0) ** 2),
     "log ndtr": jax.scipy.special.log_ndtr,
     "on data": lambda w: jnp.where(jnp.arange(3) > 1, w, 2 * w),
+    "ordered categories": lambda w: dist.OrderedLogistic(w[0], jnp.array([-1.0, 1.0])).log_prob(1),
+    "truncated normal": lambda w: dist.TruncatedNormal(w, 1.0, low=0.0).log_prob(1.0),
+    "asymmetric Laplace": lambda w: dist.AsymmetricLaplace(w, 1.0, 2.0).log_prob(1.0),
 }
 
 
