@@ -680,7 +680,7 @@ def _kink(eqn: Any, forms: list[Form]) -> Form:
 
 
 def _of_a_distribution(eqn: Any) -> bool:
-    """Whether NumPyro's own distributions wrote an equation: they are continuous in their parameters, guards against overflow or not."""
+    """Whether NumPyro's own distributions wrote an equation: what they compare guards against overflow."""
     traceback = eqn.source_info.traceback
     frames = () if traceback is None else traceback.frames
     author = next((f.file_name for f in frames if not f.file_name.startswith(_JAX)), "")
