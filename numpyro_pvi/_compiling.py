@@ -445,8 +445,24 @@ def _calls_back(jaxpr: Any) -> bool:
 
 def loops_on(jaxpr: Any) -> bool:
     """Whether it has a loop whose length is known only as it runs: a solver's, of equations that may be as stiff as they like."""
-    own = any(equation.primitive.name == "while" for equation in jaxpr.eqns)
-    return own or any(loops_on(inner) for equation in jaxpr.eqns for inner in _jaxprs_in(equation))
+    return _has(jaxpr, "while")
+
+
+def has_tangents(function: Callable[..., Any], *args: Any) -> bool:
+    """Whether a function has forward derivatives: one of reverse derivatives alone (``jax.custom_vjp``) inside has none.
+
+    ``function``: that asks for them; ``args``: of the shapes and dtypes of those to come.
+    """
+    try:
+        jaxpr = jax.make_jaxpr(function)(*args).jaxpr
+    except TypeError:
+        return False
+    return not _has(jaxpr, "custom_lin")
+
+
+def _has(jaxpr: Any, name: str) -> bool:
+    own = any(equation.primitive.name == name for equation in jaxpr.eqns)
+    return own or any(_has(inner, name) for equation in jaxpr.eqns for inner in _jaxprs_in(equation))
 
 
 def without_unread(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:

@@ -346,7 +346,7 @@ def as_the_solver_takes(solver: Any, planned: Planned, full: bool) -> Planned:
     planned = with_expectation(planned, solver.expectation, full)
     if solver.matches_moments:
         # Moments are of values: no slope is taken for what a factor does.
-        planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, jumps=frozenset()))
+        planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, jumps=()))
     return dataclasses.replace(planned, plan=proved_only(planned.plan)) if solver.private else planned
 
 

@@ -21,7 +21,7 @@ SKIP_LIMIT = 10
 
 
 # What is found at rows of how a likelihood is taken.
-_TOLD = ("likelihood", "terms", "unstructured")
+_TOLD = ("likelihood", "terms", "unstructured", "jumps")
 
 
 @dataclasses.dataclass(frozen=True)

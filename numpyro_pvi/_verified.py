@@ -23,7 +23,8 @@ from ._state_marginals import dense_form
 from ._user_inputs import float_dtype, watched
 from ._warnings import warn
 from .errors import PVIError, StateError
-from .factors import Planned, join_arguments, may_jump, move_to_prior_factor, plan_factors
+from .factors import Planned, join_arguments, move_to_prior_factor, plan_factors
+from .runtime import SLOPES_OF
 from .schedules import BY_FACTOR
 from .sites import posterior
 
@@ -585,6 +586,7 @@ def remark(state: PVIState, found: Contradiction, claimed: str, instead: str, la
 
 _CLAIMED = {"quadratic": "its likelihood was taken as quadratic", "affine": "its likelihood was taken by quadrature"}
 _DRAWS = "taken by draws"
+_FACTORS = ("likelihood", "prior factor")
 _VALUES = "it jumps, and is taken by values at draws"
 _UNSEEN = (
     "follows slopes, which do not say so, to a q that is no optimum. NaturalGradient() takes it by values, and a smooth model, as "
@@ -617,12 +619,17 @@ def demoted(pvi: Any, state: PVIState, found: list[Contradiction], dynamic: list
     if "additivity" in claims:
         planned = _masked(pvi, state, planned, dynamic, static)
     plan = planned.plan
-    jumping = {claim for claim in claims if may_jump(plan, claim)}
+    jumping = {claim.removeprefix(SLOPES_OF) for claim in claims if claim.startswith(SLOPES_OF)}
     if jumping:
         plan = dataclasses.replace(plan, unstructured="slopes" if _sees_slopes_alone(pvi, plan) else "values")
-    if "likelihood" in claims.keys() - jumping:
+    lost = {*claims} | {
+        factor
+        for factor, kind in zip(_FACTORS, (plan.likelihood, plan.prior_kind), strict=True)
+        if factor in jumping and kind == "affine"
+    }
+    if "likelihood" in lost:
         plan = dataclasses.replace(plan, likelihood="draws", terms=())
-    if "prior factor" in claims.keys() - jumping:
+    if "prior factor" in lost:
         plan = dataclasses.replace(plan, prior_kind="draws", prior_terms=())
     planned = dataclasses.replace(planned, plan=plan)
     if "prior" in claims:
@@ -636,7 +643,7 @@ def demoted(pvi: Any, state: PVIState, found: list[Contradiction], dynamic: list
     except PVIError as error:
         raise cannot_go_on(error, notes) from error
     sites = state.sites
-    if "likelihood" in claims.keys() - jumping and sites.local is not None:
+    if "likelihood" in lost and sites.local is not None:
         # Sites of single rows are of their predictors; a group's site is their sum.
         sites = dataclasses.replace(sites, local=None)
     state = dataclasses.replace(state, plan=plan, packing=planned.packing, sites=sites)
@@ -645,9 +652,9 @@ def demoted(pvi: Any, state: PVIState, found: list[Contradiction], dynamic: list
 
 def _remark(pvi: Any, state: PVIState, found: Contradiction) -> str:
     part = state.plan.partition
-    if may_jump(part, found.claim):
-        label = part.table.labels[found.factor] if found.claim == "likelihood" else None
-        whose = "its likelihood" if found.claim == "likelihood" else "the prior factor"
+    if found.claim.startswith(SLOPES_OF):
+        likelihood = found.claim == SLOPES_OF + "likelihood"
+        label, whose = (part.table.labels[found.factor], "its likelihood") if likelihood else (None, "the prior factor")
         instead = _VALUES
         if _sees_slopes_alone(pvi, part):
             who = type(pvi.solver).__name__ if part.local is None else f"{type(pvi.solver).__name__} beside own latents"

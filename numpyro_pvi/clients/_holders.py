@@ -381,11 +381,11 @@ def _joined(parts: list[PartitionPlan]) -> PartitionPlan:
     if kind not in ("quadratic", "affine"):
         terms, proved = (), proved - {"likelihood"}
     forms = {part.unstructured for part in parts}
-    form = parts[0].unstructured if len(forms) == 1 else "values" if "values" in forms else "monte_carlo"
-    found = {"terms": terms, "proved": proved, "jumps": frozenset().union(*(part.jumps for part in parts))}
-    if parts[0].local is not None:
-        # Own latents stay with the clients, and rows are not looked at without them.
-        found["jumps"] -= {"likelihood"}
+    mixed = next((form for form in ("slopes", "values") if form in forms), "monte_carlo")
+    form = parts[0].unstructured if len(forms) == 1 else mixed
+    # Own latents stay with the clients, and rows are not looked at without them.
+    jumps = {factor for part in parts for factor in part.jumps if part.local is None or factor != "likelihood"}
+    found = {"terms": terms, "proved": proved, "jumps": tuple(sorted(jumps))}
     return dataclasses.replace(parts[0], likelihood=kind, unstructured=form, remarks=(), **found)
 
 

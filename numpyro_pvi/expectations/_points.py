@@ -11,7 +11,8 @@ by how much, and what it leaves of f beside the quadratic with these expectation
 
     E[grad r] = S^-T E[eps r],    E[hess r] = S^-T E[(eps eps^T - I) r] S^-1           (Bonnet's and Price's theorems, by parts).
 
-For an f that does not jump both are zero but for the noise of r.
+For an f that does not jump both are zero in expectation: the quadratic's curvature is that of the other blocks of points, so that
+it does not hang together with those that it is taken off at.
 """
 
 from __future__ import annotations
@@ -81,7 +82,14 @@ class PointsProgram:
         """A round's random points, or None where none are needed."""
         if not self.noisy:
             return None
-        return random_points(key, self.family.dim, self.num_pairs, dtype)
+        dim, pairs = self.family.dim, self.num_pairs
+        if self.mode != "values":
+            return random_points(key, dim, pairs, dtype)
+        # At least two blocks, and independent ones, their radii too: each is told the curvature by the others.
+        size = _sigma_arrays(dim)[0].shape[0]
+        keys = jax.random.split(key, max(2, -(-pairs // size)))
+        eps, weight = jax.vmap(lambda own: random_points(own, dim, size, dtype)[:2])(keys)
+        return PointSet(eps[:, 0], weight[:, 0], len(keys))
 
     def choose(
         self, random: PointSet | None, sampled: Bool[Array, ""] | bool, dtype: Any, trial: bool = False
@@ -164,7 +172,7 @@ class PointsProgram:
     def _look(self, chunk, points):
         return jax.vmap(lambda point: value_and_grad(self.log_density, argnums=1)(chunk, point))(points)
 
-    def _sums(self, chunk, moments: GaussianMoments, points: PointSet, unrolled: bool):
+    def _sums(self, chunk, moments: GaussianMoments, points: PointSet, unrolled: bool) -> Any:
         """Value, gradient and ``sum_k w_k eps_k (g_k^+ - g_k^-)^T / 2``, averaged over the blocks in use."""
         blocks, pairs, dim = points.eps.shape
 
@@ -176,11 +184,10 @@ class PointsProgram:
             slope = weight @ (0.5 * (gradient[plus] + gradient[minus]) - gradient[0])
             cross = (weight[:, None] * eps).T @ (0.5 * (gradient[plus] - gradient[minus]))
             found = value[0] + weight @ even, gradient[0] + slope, cross
-            if self.mode != "values":
-                return found
-            odd = 0.5 * (value[plus] - value[minus])
-            return self._with_jumps(moments, found, PointSet(eps, weight, 1), even, odd)
+            return (*found, even, 0.5 * (value[plus] - value[minus])) if self.mode == "values" else found
 
+        if self.mode == "values":
+            return self._with_jumps(moments, points, jax.lax.map(lambda xs: block(*xs), (points.eps, points.weight)))
         if blocks == 1:
             return block(points.eps[0], points.weight[0])
         if unrolled:
@@ -200,30 +207,32 @@ class PointsProgram:
             )
         return jax.tree.map(lambda x: x / jnp.asarray(points.count, x.dtype), totals)
 
-    def _with_jumps(
-        self, moments: GaussianMoments, found: tuple, points: PointSet, even: Float[Array, "P"], odd: Float[Array, "P"]
-    ) -> tuple:
-        """Value, gradient and cross sums of one block with what its gradients leave of its values: see the top of the module.
+    def _with_jumps(self, moments: GaussianMoments, points: PointSet, found: tuple) -> tuple:
+        """Value, gradient and cross sums of all blocks with what gradients leave of values: see the top of the module.
 
-        ``even``: half the sums of the pairs' values less the centre's; ``odd``: half their differences. The value has the same
-        derivatives in q's moments.
+        ``found``: by block value, gradient, cross sums, half the sums of the pairs' values less the centre's, and half their
+        differences. The value has the same derivatives in q's moments.
         """
-        value, gradient, cross = found
+        eps, weight, count = points.eps, points.weight, points.eps.shape[0]
+        value, gradient, cross = (jnp.mean(x, axis=0) for x in found[:3])
         root = moments.scale if self.family.full else jnp.diag(moments.scale)
-        inverse = jax.lax.stop_gradient(
-            invert_lower(moments.scale.T).T if self.family.full else jnp.diag(1.0 / moments.scale)
+        inverse = invert_lower(moments.scale.T).T if self.family.full else jnp.diag(1.0 / moments.scale)
+        _, slopes, bends, even, odd = jax.lax.stop_gradient(found)
+        root_held, inverse = jax.lax.stop_gradient((root, inverse))
+        # Weights times eps eps^T add up to the identity in every block: its own gradient may be taken off at its own points.
+        odd = odd - jnp.einsum("bpi,bi->bp", eps, slopes @ root_held)
+        slope = inverse.T @ (jnp.einsum("bpi,bp->i", eps, weight * odd) / count)
+        bends = bends @ root_held
+        bends = 0.5 * (bends + jnp.swapaxes(bends, 1, 2))
+        others = (jnp.sum(bends, axis=0) - bends) / max(count - 1, 1)
+        share = weight * (even - 0.5 * jnp.einsum("bpi,bij,bpj->bp", eps, others, eps))
+        second = jnp.einsum("bpi,bp,bpj->ij", eps, share, eps) - jnp.sum(share) * jnp.eye(
+            eps.shape[-1], dtype=eps.dtype
         )
-        bend = cross @ root
-        square = jnp.einsum("pi,ij,pj->p", points.eps, bend, points.eps)
-        odd, even = jax.lax.stop_gradient((odd - points.eps @ (root.T @ gradient), even - 0.5 * square))
-        slope = inverse.T @ (points.eps.T @ (points.weight * odd))
-        share = points.weight * even
-        second = points.eps.T @ (share[:, None] * points.eps) - jnp.sum(share) * jnp.eye(
-            points.eps.shape[-1], dtype=share.dtype
-        )
+        # By blocks the others' curvature has the mean that all have.
+        second = second / count
         hessian = inverse.T @ second @ inverse
-        spread = root @ root.T
-        moved = slope @ moments.loc + 0.5 * jnp.sum(hessian * spread)
+        moved = slope @ moments.loc + 0.5 * jnp.sum(hessian * (root @ root.T))
         return value + moved - jax.lax.stop_gradient(moved), gradient + slope, cross + second @ inverse
 
     def _dense(self, moments: GaussianMoments, cross: Float[Array, "D D"]) -> Float[Array, "D D"]:
@@ -428,13 +437,25 @@ class ReparameterisedProgram:
             down, grad_down = value_and_gradient(chunk, loc - sd * eps)
             turn = 0.5 * eps * (grad_up - grad_down)
             product = product if probe is None else product + self._secant(chunk, moments, eps, probe)
-            added = (value + 0.5 * (up + down), gradient + 0.5 * (grad_up + grad_down))
-            return (*added, bend + turn, weighted + turn * eps**2, product), (0.5 * (up + down), 0.5 * (up - down))
+            mean = 0.5 * (grad_up + grad_down)
+            added = (value + 0.5 * (up + down), gradient + mean)
+            own = None
+            if self.by_values:
+                # What the pair's own gradient and curvature would take off at its own points.
+                square = eps**2 - 1
+                own = (
+                    0.5 * (up + down),
+                    0.5 * (up - down),
+                    eps * (eps @ (sd * mean)),
+                    0.5 * square * (square @ (sd * turn)),
+                )
+            return (*added, bend + turn, weighted + turn * eps**2, product), own
 
         first = (jnp.zeros((), loc.dtype), zero, zero, zero, zero)
-        totals, halves = jax.lax.scan(pair, first, noise)
+        totals, pairs = jax.lax.scan(pair, first, noise)
         count = noise.shape[0]
         value, gradient, bend, weighted, product = totals
+        own_bend = sd * bend / count
         if count >= _ENOUGH:
             square = jnp.sum(noise**2, axis=0)
             bend = bend - (bend * (square - count + 1) - weighted) / (count - 1)
@@ -443,24 +464,44 @@ class ReparameterisedProgram:
             precision = jnp.where(clip, jnp.clip(precision, 0.0, None), precision)
         gradient, value = gradient / count, value / count
         if self.by_values:
-            gradient, precision, value = self._with_jumps(moments, gradient, precision, value, noise, halves, clip)
+            own = noise, own_bend, pairs, clip
+            gradient, precision, value = self._with_jumps(moments, gradient, precision, value, *own)
         target = self.family.natural(gradient + precision * loc, precision)
         nothing = jnp.zeros((), loc.dtype)
         return Expected(value, target, product / count, nothing, nothing, nothing)
 
-    def _with_jumps(self, moments, gradient, precision, value, noise: Float[Array, "S D"], halves: tuple, clip: Any):
-        """Gradient, precision and value with what gradients leave of the pairs' values, as in :class:`PointsProgram`."""
-        sd, (even, odd) = moments.scale, halves
-        odd = odd - noise @ (sd * gradient)
-        even = even - jnp.mean(even) + 0.5 * (noise**2 - 1) @ (sd**2 * precision)
-        odd, even, sd = jax.lax.stop_gradient((odd, even, sd))
-        slope = jnp.mean(noise * odd[:, None], axis=0) / sd
-        hessian = jnp.mean((noise**2 - 1) * even[:, None], axis=0) / sd**2
-        precision = precision - hessian
+    def _with_jumps(
+        self, moments, gradient, precision, value, noise: Float[Array, "S D"], bend, found: tuple, clip: Any
+    ):
+        """Gradient, precision and value with what gradients leave of the pairs' values, as in :class:`PointsProgram`.
+
+        At every pair the quadratic that is taken off is that of all others. ``bend``: mean of the pairs' own curvatures in
+        whitened coordinates; ``found``: of every pair half the sum and the difference of its values, and what its own gradient and
+        curvature would take off.
+        """
+        count, (even, odd, by_slope, by_bend) = noise.shape[0], found
+        square, sd = noise**2 - 1, jax.lax.stop_gradient(moments.scale)
+        even, odd, whole, bend, by_slope, by_bend = jax.lax.stop_gradient(
+            (even, odd, gradient, bend, by_slope, by_bend)
+        )
+
+        def of_others(all_of_it: Array, own: Array) -> Array:
+            # From sums with everybody's and with one's own.
+            return (count * jnp.mean(all_of_it, axis=0) - jnp.mean(own, axis=0)) / max(count - 1, 1)
+
+        linear = of_others(noise * (noise @ (sd * whole))[:, None], by_slope)
+        # Of a single pair there are no others.
+        there = float(count > 1)
+        slope = (jnp.mean(noise * odd[:, None], axis=0) - linear) / sd + there * whole
+        curved = of_others(0.5 * square * (square @ bend)[:, None], by_bend)
+        level = of_others(square * jnp.mean(even), square * even[:, None])
+        hessian = (jnp.mean(square * even[:, None], axis=0) - level - curved + there * bend) / sd**2
+        jump, more = slope - whole, hessian + jax.lax.stop_gradient(precision)
+        precision = precision - more
         if clip is not False:
             precision = jnp.where(clip, jnp.clip(precision, 0.0, None), precision)
-        moved = slope @ moments.loc + 0.5 * hessian @ moments.scale**2
-        return gradient + slope, precision, value + moved - jax.lax.stop_gradient(moved)
+        moved = jump @ moments.loc + 0.5 * more @ moments.scale**2
+        return gradient + jump, precision, value + moved - jax.lax.stop_gradient(moved)
 
     def _secant(self, chunk: tuple, moments: GaussianMoments, eps, probe) -> Float[Array, "D"]:
         """``-E[hess f] @ probe`` from one draw: a difference of gradients sees the jumps that a Hessian misses."""

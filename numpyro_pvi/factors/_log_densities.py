@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from numpyro import handlers
 from numpyro.primitives import Messenger
 
+from .._compiling import has_tangents
 from ..handlers import FullPlates, PlateRows, RowAxes
 from ._chunks import GroupMasks, Packing, Reading, plate_rows, slice_rows
 from ._model import (
@@ -292,8 +293,8 @@ def claimed_rows(call: ModelCall, part: PartitionPlan, point: Float[Array, "D"])
     return {key: Claim(whole(value[key]), whole(model[key]), whole(size[key])) for key in model}
 
 
-# Along a line a factor's slope is integrated in so many panels, with so many of Gauss and Legendre's nodes in each.
-_PANELS, _PANEL_NODES = 8, 4
+# Steps of Simpson's rule for a factor's slope along a line.
+_STEPS = 32
 
 
 def may_jump(part: PartitionPlan, factor: str) -> bool:
@@ -302,8 +303,8 @@ def may_jump(part: PartitionPlan, factor: str) -> bool:
     ``factor``: "likelihood" or "prior factor".
     """
     kind = part.likelihood if factor == "likelihood" else part.prior_kind
-    by_slopes = kind in ("draws", "reparameterised", "local") and part.unstructured not in ("values", "slopes")
-    return by_slopes and factor in part.jumps
+    by_slopes = kind == "affine" or part.unstructured not in ("values", "slopes")
+    return by_slopes and kind not in ("quadratic", "none") and factor in part.jumps
 
 
 def claimed_by_slopes(
@@ -331,28 +332,35 @@ def claimed_by_slopes(
 
 
 def rise(density: Callable[[Array], Any], dtype: Any) -> tuple[Any, Any]:
-    """The integral of a function's slope from 0 to 1, and what the nodes may miss of it, for every leaf of what it returns.
+    """The integral of a function's slope from 0 to 1, and what the rule may miss of it, for every leaf of what it returns.
 
-    A bend of the function is a step of its slope: of one between two nodes the rule misses less than half of what lies between
-    them. So much as the largest change from node to node makes of their largest distance is told, twice that.
+    Simpson's rule: of a bend of the function, a step of its slope, it misses two thirds of the step times the distance of two nodes
+    at most. The slope's second differences see every step twice: three times as much as it can miss is told. A function that has
+    reverse derivatives alone is not looked at, and changes as it does.
     """
-    nodes, weights = np.polynomial.legendre.leggauss(_PANEL_NODES)
-    steps = ((np.arange(_PANELS)[:, None] + 0.5 + 0.5 * nodes) / _PANELS).reshape(-1)
-    shares, apart = np.tile(0.5 * weights / _PANELS, _PANELS), np.max(np.diff(steps))
+    nodes = jnp.linspace(0.0, 1.0, _STEPS + 1, dtype=dtype)
+    shares = np.full(_STEPS + 1, 2.0)
+    shares[1::2], shares[[0, -1]] = 4.0, 1.0
+    shares = jnp.asarray(shares / (3 * _STEPS), dtype)
 
     def slope_at(step: Array) -> Any:
         return jax.jvp(density, (step,), (jnp.ones_like(step),))[1]
 
-    def add(carry: tuple[Any, Any, Any], own: tuple[Array, Array]) -> tuple[tuple[Any, Any, Any], None]:
-        (whole, missed, before), (step, share) = carry, own
-        slope = slope_at(step)
-        missed = jax.tree.map(lambda most, x, y: jnp.maximum(most, apart * jnp.abs(x - y)), missed, slope, before)
-        return (jax.tree.map(lambda total, x: total + share * x, whole, slope), missed, slope), None
+    if not has_tangents(slope_at, nodes[0]):
+        ends = density(nodes[0]), density(nodes[-1])
+        whole = jax.tree.map(lambda begin, end: end - begin, *ends)
+        return whole, jax.tree.map(jnp.zeros_like, whole)
 
-    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(density, jnp.zeros((), dtype)))
-    given = jnp.asarray(steps, dtype), jnp.asarray(shares, dtype)
-    # The first node is its own neighbour.
-    (whole, missed, _), _ = jax.lax.scan(add, (zero, zero, slope_at(given[0][0])), given)
+    def add(carry: tuple, own: tuple[Array, Array, Array]) -> tuple[tuple, None]:
+        (whole, missed, before, last), (step, share, inner) = carry, own
+        slope = slope_at(step)
+        bend = jax.tree.map(lambda x, y, z: inner * jnp.abs((x - y) - (y - z)) / _STEPS, slope, before, last)
+        whole = jax.tree.map(lambda total, x: total + share * x, whole, slope)
+        return (whole, jax.tree.map(jnp.add, missed, bend), slope, before), None
+
+    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(slope_at, nodes[0]))
+    inner = jnp.asarray(np.arange(_STEPS + 1) > 1, dtype)
+    (whole, missed, _, _), _ = jax.lax.scan(add, (zero, zero, zero, zero), (nodes, shares, inner))
     return whole, missed
 
 

@@ -66,7 +66,7 @@ class PartitionPlan:
     # the solver follows gradients alone all the same).
     unstructured: str = "auto"
     # Of "likelihood" and "prior factor": what may jump in the latents, as the model's program says.
-    jumps: frozenset[str] = frozenset()
+    jumps: tuple[str, ...] = ()
     # Of "likelihood", "prior" (its exact part and its factor) and "additivity" (a sum over groups): what holds for all values
     # of latents and parameters; everything that is said of the others was found at points.
     proved: frozenset[str] = frozenset()

@@ -379,7 +379,7 @@ def _structure(probe: Probe, observed: tuple[str, ...], outside: tuple[str, ...]
     return {**likelihood[0], **prior[0], "proved": frozenset(sure)}
 
 
-def _jumps(probe: Probe, inside: tuple[str, ...], outside: tuple[str, ...], layout: Layout) -> frozenset[str]:
+def _jumps(probe: Probe, inside: tuple[str, ...], outside: tuple[str, ...], layout: Layout) -> tuple[str, ...]:
     """Of "likelihood" and "prior factor", whose log density may jump in the latents: comparisons, roundings, look-ups.
 
     ``inside``: names of the rows' sites, observed and latent; ``outside``: of observed sites that are no rows'.
@@ -387,7 +387,7 @@ def _jumps(probe: Probe, inside: tuple[str, ...], outside: tuple[str, ...], layo
     rows = any(probe.row_forms[n].jump for n in inside)
     prior = any(probe.latent_forms[n].jump for n in layout.names)
     prior = prior or any(form.jump for n in outside for form in probe.leaf_forms[n].values())
-    return frozenset(["likelihood"] * rows + ["prior factor"] * prior)
+    return ("likelihood",) * rows + ("prior factor",) * prior
 
 
 def _likelihood(probe: Probe, observed: tuple[str, ...]) -> tuple[dict[str, Any], bool]:

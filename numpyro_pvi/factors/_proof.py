@@ -426,7 +426,7 @@ JUMPS = KINKS - names(
     "abs max min clamp reduce_max reduce_min cummax cummin sort reduce_window_max reduce_window_min"
 ) | {"convert_element_type"}
 JUMPLESS = names(
-    "leaky_relu elu celu selu relu relu6 hard_tanh hard_sigmoid hard_silu hard_swish squareplus interp _interp hypot "
+    "leaky_relu elu celu selu relu relu6 hard_tanh hard_sigmoid hard_silu hard_swish squareplus hypot "
     "slogdet _slogdet_lu _slogdet_qr"
 )
 # Of JAX's own functions whose jaxprs have kinks and whose values have none.
@@ -675,7 +675,9 @@ def _kink(eqn: Any, forms: list[Form]) -> Form:
         return Form("link", link=_NDTR, labels=all_labels(forms))
     if jax_functions & KINKLESS:
         return unknown(forms, name)
-    jumps = name in JUMPS and not jax_functions & JUMPLESS and not _of_a_distribution(eqn)
+    # Sorted beside something else, which then moves in steps.
+    jumps = name in JUMPS or (name == "sort" and len(eqn.invars) > 1)
+    jumps = jumps and not jax_functions & JUMPLESS and not _of_a_distribution(eqn)
     return unknown(forms, kink=name, jump=name if jumps else "")
 
 

@@ -33,10 +33,11 @@ from ._remote_engine import (
 from ._sharded import Sharded
 from ._starts import apart, best_of_short_runs, curvature_start, first_weights, site_with_rows, spread, tamed_sites
 from ._tilted import by_chains, chains_wanted, with_chains
-from ._verification import SLOPES, factor_values, product_claims
+from ._verification import SLOPES, SLOPES_OF, factor_values, product_claims
 
 __all__ = [
     "SLOPES",
+    "SLOPES_OF",
     "Answers",
     "Network",
     "RemoteEngine",

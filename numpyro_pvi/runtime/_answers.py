@@ -15,7 +15,7 @@ from .._numerics import value_and_grad
 from .._state import Plan
 from ..errors import PVIError
 from ..expectations import RULES, Expected, PointSet
-from ..factors import ValueCall, join_arguments
+from ..factors import ValueCall, claims_likelihood, join_arguments, may_jump
 from ..families import ProductNatural
 from ..sites import SiteStack, take
 from ._base import Vmap
@@ -32,12 +32,13 @@ from ._product_tilted import rows_affine
 from ._programs import whole_call
 from ._refinement import escalate, first_rule, relative_error
 from ._tilted import whole_factor, with_chains
-from ._verification import checked, rows_checks
+from ._verification import SLOPES_OF, Check, checked, rows_checks
 
 # ----------------------------------------------------------------------------------------------------- Gaussian guides
 
 # What a group's expectations are named by, less its target, in the order in which they are sent.
 NUMBERS = ("value", "error", "weight", "spread")
+_SLOPES = SLOPES_OF + "likelihood"
 
 
 class Programs(NamedTuple):
@@ -119,8 +120,12 @@ def _beside_rounds(engine: Engine, plan: Plan, static: tuple, problem: Callable)
     def verify(rows, draws, moved, tangent):
         arrays, packing, *_, params = rows
         call = whole_call(engine.model, plan.partition, *join_arguments(arrays, static), params)
-        found = checked(call, plan.partition, packing, ("likelihood",), (draws, moved), tangent)["likelihood"]
-        return found.gap[:, 0], found.allowed[:, 0]
+        part, none = plan.partition, jnp.zeros(draws.shape[0], draws.dtype)
+        claims = ["likelihood"] * claims_likelihood(part) + [_SLOPES] * may_jump(part, "likelihood")
+        found = checked(call, part, packing, tuple(claims), (draws, moved), tangent) if claims else {}
+        return tuple(
+            x[:, 0] for c in ("likelihood", _SLOPES) for x in found.get(c, Check(none[:, None], none[:, None]))
+        )
 
     def slope(rows, moments, rule, noise, held, rules):
         def value(params):

@@ -32,7 +32,7 @@ from ._product_problem import ProductProblem
 from ._programs import FactorReader, whole_call
 from ._remote import AskedFactors, AskedProduct, InTurn, RemoteProblem, RowValues
 from ._tilted import keeps_rows
-from ._verification import Check, direction_of, draws_of, num_draws, verify_claims
+from ._verification import SLOPES_OF, Check, direction_of, draws_of, num_draws, verify_claims
 
 
 def refuse_remotely(plan: Any, engine: Any) -> None:
@@ -276,18 +276,20 @@ class RowlessEngine(RemoteEngine):
         """The claims beside the model: those of the likelihood are compared by the clients, at the same draws from q."""
         plan, count = state.plan, num_draws(state.packing)
         proved = plan.partition.proved | {"likelihood", "additivity"}
-        jumps = plan.partition.jumps - {"likelihood"}
+        jumps = tuple(factor for factor in plan.partition.jumps if factor != "likelihood")
         prior = dataclasses.replace(plan, partition=dataclasses.replace(plan.partition, proved=proved, jumps=jumps))
         found = verify_claims(self, dataclasses.replace(state, plan=prior), args, kwargs) if self.claims(prior) else {}
-        if "likelihood" not in self.claims(plan):
+        asked = [claim for claim in ("likelihood", SLOPES_OF + "likelihood") if claim in self.claims(plan)]
+        if not asked:
             return found
         places, valid = draws_of(state, count)
-        one = (jax.ShapeDtypeStruct((count,), places[0].dtype),) * 2
+        one = (jax.ShapeDtypeStruct((count,), places[0].dtype),) * 4
         params = self.constrain(plan, args, kwargs, state.optim_state)
         tangent = jax.tree.leaves(direction_of(params, state))
         count, told = plan.partition.table.num_groups, tuple(jax.tree.leaves(params))
-        gap, allowed = ask_all(self.network, {"ask": "verify"}, one, count, (*places, *tangent), params=told)
-        return {"likelihood": Check(jnp.where(valid, gap.T, 0.0), allowed.T), **found}
+        own = ask_all(self.network, {"ask": "verify"}, one, count, (*places, *tangent), params=told)
+        checks = {"likelihood": own[:2], SLOPES_OF + "likelihood": own[2:]}
+        return found | {c: Check(jnp.where(valid, checks[c][0].T, 0.0), checks[c][1].T) for c in asked}
 
 
 @dataclasses.dataclass(frozen=True)

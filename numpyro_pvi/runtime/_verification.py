@@ -49,6 +49,8 @@ _TOGETHER = 1 << 18
 _TOLERANCE, _UNNOTICED = {"float32": 2e-5, "float64": 1e-8}, 1e-3
 # Units of rounding by which draws are moved to see what rounding does to the model, and how much more is let pass.
 _ULPS, _ROUNDING = 4.0, 16.0
+# What a claim begins with that a factor changes as its slopes say.
+SLOPES_OF = "slopes of "
 # What is folded into a state's key for these draws.
 _SEED = 0x5EE5
 
@@ -63,16 +65,15 @@ class Check(NamedTuple):
 def claims_of(plan: Plan) -> tuple[str, ...]:
     """What a Gaussian fit's plan claims and nothing has proved: "likelihood", "prior", "prior factor", "additivity".
 
-    Of factors without structure it claims that they change as their slopes say, where they may jump.
+    Of factors that may jump it claims that they change as their slopes say, as "slopes of likelihood" and "slopes of prior factor".
     """
     part = plan.partition
     claimed = []
-    if (claims_likelihood(part) and "likelihood" not in part.proved) or may_jump(part, "likelihood"):
+    if claims_likelihood(part) and "likelihood" not in part.proved:
         claimed.append("likelihood")
     if "prior" not in part.proved:
         claimed += ["prior"] * bool(part.exact) + ["prior factor"] * (part.prior_kind == "affine")
-    if may_jump(part, "prior factor"):
-        claimed.append("prior factor")
+    claimed += [SLOPES_OF + factor for factor in ("likelihood", "prior factor") if may_jump(part, factor)]
     if part.params and part.mechanism != "mask" and part.local is None and "additivity" not in part.proved:
         claimed.append("additivity")
     return tuple(claimed)
@@ -131,7 +132,9 @@ def checked(
         if not tangent:
             return {claim: _check(packing, own, again[claim]) for claim, own in at(point, base, call.params).items()}
         found, slopes = jax.jvp(lambda p: at(point, base, p), (call.params,), (tangent,))
-        return {c: _worse(_check(packing, found[c], again[c]), _slopes(packing, found[c], slopes[c])) for c in claims}
+        checks = {c: _check(packing, found[c], again[c]) for c in claims}
+        along = {c: _slopes(packing, found[c], slopes[c]) for c in claims if not c.startswith(SLOPES_OF)}
+        return checks | {c: _worse(checks[c], own) for c, own in along.items()}
 
     # Lines are from one draw to another.
     lines = (*places, jnp.roll(places[0], 1, axis=0))
@@ -187,9 +190,10 @@ def _claimed(
     claim: str, part: PartitionPlan, packing: Any, call: ModelCall, point: Array, base: Array
 ) -> dict[str, Claim]:
     """One claim at one draw: of rows, by partitioned axis, for "likelihood"; else of factors, under the name ""."""
-    if may_jump(part, claim):
-        found = claimed_by_slopes(call, part, claim, base, point)
-        return found if claim == "likelihood" else jax.tree.map(lambda x: x[None], found)
+    if claim.startswith(SLOPES_OF):
+        factor = claim.removeprefix(SLOPES_OF)
+        found = claimed_by_slopes(call, part, factor, base, point)
+        return found if factor == "likelihood" else jax.tree.map(lambda x: x[None], found)
     if claim == "likelihood":
         return claimed_rows(call, part, point)
     if claim == "additivity":

@@ -127,6 +127,8 @@ JUMPS = {
     "integers": lambda w: w.astype(int) * 1.0,
     "looked up": lambda w: jnp.arange(3.0)[w.astype(int)],
     "argmax": lambda w: 1.0 * jnp.argmax(w),
+    "ranks": lambda w: jnp.argsort(w).astype(float),
+    "beyond a table": lambda w: jnp.interp(w, jnp.arange(3.0), jnp.arange(3.0) ** 2, left=9.0),
     "cond": lambda w: jax.lax.cond(w[0] > 0, lambda: w, lambda: 2 * w),
     "then smoothed": lambda w: jnp.exp(-(jnp.where(w > 0.3, 1.0, 2.0) ** 2)),
 }
@@ -138,7 +140,6 @@ CONTINUOUS = {
     "relu": jax.nn.relu,
     "leaky relu": jax.nn.leaky_relu,
     "elu": jax.nn.elu,
-    "interp": lambda w: jnp.interp(w, jnp.arange(3.0), jnp.arange(3.0) ** 2),
     "log ndtr": jax.scipy.special.log_ndtr,
     "on data": lambda w: jnp.where(jnp.arange(3) > 1, w, 2 * w),
     "ordered categories": lambda w: dist.OrderedLogistic(w[0], jnp.array([-1.0, 1.0])).log_prob(1),
