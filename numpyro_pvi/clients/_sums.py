@@ -409,7 +409,9 @@ class Summand(Client):
 
     def _verified(self, fields: dict[str, Any], capacity: int) -> np.ndarray:
         """Whether its rows contradict what they were taken for, at draws from q, and then by how much at most, in nats, rounded."""
-        gap, allowed = (np.asarray(x, np.float64) for x in self._answers.look(fields["how"], fields["q"], ()))
+        found = [np.asarray(x, np.float64) for x in self._answers.look(fields["how"], fields["q"], ())]
+        # Of structure and of slopes, which are told as one.
+        gap, allowed = np.concatenate(found[::2]), np.concatenate(found[1::2])
         with np.errstate(invalid="ignore"):
             beyond = gap > allowed
         largest = min(float(np.max(gap, initial=0.0, where=beyond)), fields["reach"])
@@ -544,7 +546,8 @@ class SumExchange(Exchange):
             if how["ask"] == "verify":
                 # Told at every draw alike: that some client's rows contradict, and the sum of what they differ by at most.
                 gap = max(float(found.numbers[_COUNTS] * step), step) if found.numbers[1] else 0.0
-                return [tuple(np.full(x.shape, y, x.dtype) for x, y in zip(shapes, (gap, gap / 2), strict=True))]
+                told = (gap, gap / 2) * (len(shapes) // 2)
+                return [tuple(np.full(x.shape, y, x.dtype) for x, y in zip(shapes, told, strict=True))]
             whole = len(found.who) == len(self.clients) and found.numbers[0] == 0
             value, error = (found.numbers[_COUNTS:] * step) if whole else (np.nan, 0.0)
             leaves = [np.zeros(x.shape, x.dtype) for x in shapes]
