@@ -465,14 +465,12 @@ class ReparameterisedProgram:
         gradient, value = gradient / count, value / count
         if self.by_values:
             own = noise, own_bend, pairs, clip
-            gradient, precision, value = self._with_jumps(moments, gradient, precision, value, *own)
+            gradient, precision, value = self._with_jumps(moments, gradient, value, *own)
         target = self.family.natural(gradient + precision * loc, precision)
         nothing = jnp.zeros((), loc.dtype)
         return Expected(value, target, product / count, nothing, nothing, nothing)
 
-    def _with_jumps(
-        self, moments, gradient, precision, value, noise: Float[Array, "S D"], bend, found: tuple, clip: Any
-    ):
+    def _with_jumps(self, moments, gradient, value, noise: Float[Array, "S D"], bend, found: tuple, clip: Any):
         """Gradient, precision and value with what gradients leave of the pairs' values, as in :class:`PointsProgram`.
 
         At every pair the quadratic that is taken off is that of all others. ``bend``: mean of the pairs' own curvatures in
@@ -496,11 +494,11 @@ class ReparameterisedProgram:
         curved = of_others(0.5 * square * (square @ bend)[:, None], by_bend)
         level = of_others(square * jnp.mean(even), square * even[:, None])
         hessian = (jnp.mean(square * even[:, None], axis=0) - level - curved + there * bend) / sd**2
-        jump, more = slope - whole, hessian + jax.lax.stop_gradient(precision)
-        precision = precision - more
+        jump, precision = slope - whole, -hessian
         if clip is not False:
             precision = jnp.where(clip, jnp.clip(precision, 0.0, None), precision)
-        moved = jump @ moments.loc + 0.5 * more @ moments.scale**2
+        # The value's own derivative in a deviation is the pairs' own curvature times it.
+        moved = jump @ moments.loc + 0.5 * (hessian - bend / sd**2) @ moments.scale**2
         return gradient + jump, precision, value + moved - jax.lax.stop_gradient(moved)
 
     def _secant(self, chunk: tuple, moments: GaussianMoments, eps, probe) -> Float[Array, "D"]:

@@ -343,9 +343,8 @@ def rise(density: Callable[[Array], Any], dtype: Any) -> tuple[Any, Any]:
     shares[1::2], shares[[0, -1]] = 4.0, 1.0
     shares = jnp.asarray(shares / (3 * _STEPS), dtype)
 
-    def slope_at(step: Array) -> Any:
-        return jax.jvp(density, (step,), (jnp.ones_like(step),))[1]
-
+    # One trace serves for whether there are slopes, for their shapes and for the loop.
+    slope_at = jax.jit(lambda step: jax.jvp(density, (step,), (jnp.ones_like(step),))[1], inline=True)
     if not has_tangents(slope_at, nodes[0]):
         ends = density(nodes[0]), density(nodes[-1])
         whole = jax.tree.map(lambda begin, end: end - begin, *ends)
