@@ -82,9 +82,7 @@ def _draw(key: Any, a: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
     flat = jnp.where(valid, wanted, 1.0)
     lift_key, key = jax.random.split(key)
     small = flat < 1
-    first, second = jax.random.split(key)
-    log_x, fine = _propose(first, flat + small)
-    log_x = _drawn_again(second, flat + small, log_x, fine)
+    log_x = _accepted(key, flat + small)
     lift = jnp.log1p(-jax.random.uniform(lift_key, flat.shape, flat.dtype)) / flat
     return jnp.where(valid, jnp.where(small, log_x + lift, log_x), jnp.nan).reshape(a.shape)
 
@@ -109,23 +107,32 @@ def _propose(key: Any, a: Float[Array, "n"]) -> tuple[Array, Array]:
     return jnp.log(d) + log_v, fine
 
 
-def _drawn_again(key: Any, a: Float[Array, "n"], log_x: Float[Array, "n"], fine: Array) -> Float[Array, "n"]:
-    """Rejected draws once more, a fraction of all at a time, until none is left."""
+def _accepted(key: Any, a: Float[Array, "n"]) -> Float[Array, "n"]:
+    """Draws of concentrations of 1 and more: proposals, and of those that are rejected a fraction of all at a time, until none is.
+
+    A few are all proposed in the loop: a proposal is long, and compiled once for every place where it stands.
+    """
     count = a.shape[0]
     size = min(count, max(_LEAST, count // _AGAIN))
+    own, key = jax.random.split(key)
 
     def left(state: tuple) -> Array:
-        return ~jnp.all(state[2])
+        return ~jnp.all(state[3])
 
     def again(state: tuple) -> tuple:
-        key, log_x, fine = state
-        key, own = jax.random.split(key)
+        own, key, log_x, fine = state
         (at,) = jnp.nonzero(~fine, size=size, fill_value=count)
         new, good = _propose(own, a.at[at].get(mode="fill", fill_value=1.0))
         at = jnp.where(good, at, count)
-        return key, log_x.at[at].set(new, mode="drop"), fine.at[at].set(True, mode="drop")
+        key, own = jax.random.split(key)
+        return own, key, log_x.at[at].set(new, mode="drop"), fine.at[at].set(True, mode="drop")
 
-    return jax.lax.while_loop(left, again, (key, log_x, fine))[1]
+    state = own, key, jnp.zeros_like(a), jnp.zeros((count,), bool)
+    if size < count:
+        log_x, fine = _propose(own, a)
+        key, own = jax.random.split(key)
+        state = own, key, log_x, fine
+    return jax.lax.while_loop(left, again, state)[2]
 
 
 def log_gamma_slope(log_x: Float[Array, "..."], a: Float[Array, "..."]) -> Float[Array, "..."]:

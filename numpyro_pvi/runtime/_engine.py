@@ -65,11 +65,15 @@ class FitsParams:
     """What engines know of the model's params, and of where its rows are; a base class for those that say which they are."""
 
     model: Callable
+    solver: LocalSolver
+    schedule: Schedule
     runtime: Runtime
     optim: Any
 
     # Whether groups' own latents are with clients.
     of_clients = False
+    # How well rounds are compiled that are worth more than the cheapest way: see :mod:`numpyro_pvi._compiling`.
+    well = "middle"
     # Whether compiled rounds depend on the groups' sizes.
     reads_sizes = False
 
@@ -77,6 +81,15 @@ class FitsParams:
         """Where the rows of a packing are read: on the devices that they were placed on, or on the one where all of them are."""
         placed = isinstance(packing, Packing) and packing.places is not None
         return self.runtime if placed else self.runtime.alone
+
+    def _opens(self, problem: Any, ends_evaluating: bool) -> bool:
+        """Whether the state's own q is evaluated in a place of the rounds' own, before the first.
+
+        A second place would be compiled a second time. ``ends_evaluating``: whether rounds end with an evaluation of their own.
+        """
+        if self.schedule.streams or self.solver.stochastic or self.solver.private:
+            return False
+        return ends_evaluating or self.schedule.opens(problem)
 
     def param_transforms(self, args: tuple, kwargs: dict) -> dict[str, Any]:
         """Bijections from unconstrained space to the supports of the model's ``numpyro.param`` sites."""
@@ -249,6 +262,29 @@ def _prior(problem: LocalProblem, evaluation: Evaluation, noise: Draws, before: 
 _LOSS_DRAWS = 0x9E37
 # What is folded into a state's key for the draws of its evidence.
 _EVIDENCE_DRAWS = 0x51ED
+
+
+def opened(
+    opening: Any, ends_evaluating: bool, state: PVIState, carry: RoundCarry, moved: Callable[[RoundCarry], tuple]
+) -> tuple[PVIState, RoundCarry]:
+    """A round; while ``opening``, none of it but, where no evaluation ends it, that of the state's own q in a candidate's place.
+
+    ``opening``: Bool, or None where rounds never open; ``moved``: state and carry after the schedule's round, of the carry.
+    """
+    if opening is None:
+        return moved(carry)
+    if ends_evaluating:
+        return jax.lax.cond(opening, lambda: (state, carry), lambda: moved(carry))
+    after, done = moved(carry._replace(opening=opening))
+    # Such a round leaves the sites where they are: there is nothing to choose, and no copy of them to choose from.
+    state, carry = dataclasses.replace(state, sites=after.sites), carry._replace(sites=done.sites)
+    return select(opening, (state, carry._replace(evaluation=done.evaluation)), (after, done))
+
+
+def unevaluated(evaluate: Callable[[], Evaluation], rule: Any) -> Evaluation:
+    """An evaluation of the right shapes that says nothing but its rule."""
+    shapes = jax.eval_shape(evaluate)
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)._replace(rule=rule)
 
 
 class RoundsDone(NamedTuple):
@@ -493,8 +529,7 @@ class Engine(FitsParams):
     def _empty(self, problem: LocalProblem, state: PVIState) -> Evaluation:
         """An evaluation of the right shapes, and the state's rule."""
         noise = self.noise(problem, state.rng_key)
-        shapes = jax.eval_shape(lambda: problem.evaluate(state.sites, state.rule, noise, again=True))
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)._replace(rule=state.rule)
+        return unevaluated(lambda: problem.evaluate(state.sites, state.rule, noise, again=True), state.rule)
 
     def _unread(self, problem: LocalProblem, state: PVIState) -> RoundCarry:
         """The form that rounds take, without a pass over the rows."""
@@ -557,24 +592,18 @@ class Engine(FitsParams):
             return None
         others = None if state.sites.others is None else sum_slots(state.sites.others)
         problem, state = self._state_problem(state, others, args, kwargs, fine), present_alone(state)
-        return self._empty(problem, state) if self._opens(problem, self._fits_params(state, others)) else None
+        ends = self._ends_evaluating(problem, self._fits_params(state, others))
+        return self._empty(problem, state) if self._opens(problem, ends) else None
 
     def _begin(
         self, problem: LocalProblem, state: PVIState, fits_params: bool, fine: bool, seen: tuple | None
     ) -> tuple[RoundCarry, Bool[Array, ""], Bool[Array, ""] | None]:
         """Carry that the loop of rounds begins with, whether it misses a finer rule, and whether its evaluation is still to do."""
-        if self._opens(problem, fits_params):
-            # The state's own q is evaluated where rounds evaluate theirs: a second place would be compiled a second time.
+        if self._opens(problem, self._ends_evaluating(problem, fits_params)):
             evaluation, known = (self._empty(problem, state), jnp.array(False)) if seen is None else seen
             return carry_of(state, evaluation._replace(rule=state.rule)), jnp.array(False), ~known
         carry = self._unread(problem, state) if self.schedule.streams else self.carry(problem, state)
         return carry, carry.evaluation.missed & (not fine), None
-
-    def _opens(self, problem: LocalProblem, fits_params: bool) -> bool:
-        """Whether the state's own q is evaluated in a place of the rounds' own, before the first."""
-        if self.schedule.streams or self.solver.stochastic or self.solver.private:
-            return False
-        return self._ends_evaluating(problem, fits_params) or self.schedule.opens(problem)
 
     def _ends_evaluating(self, problem: LocalProblem, fits_params: bool) -> bool:
         """Whether a round ends with an evaluation of its own: on fresh draws for the next one, or under new params."""
@@ -606,22 +635,14 @@ class Engine(FitsParams):
         evaluates = self._ends_evaluating(problem, fits_params)
         changed = fits_params or not problem.can_switch
 
-        def moved() -> tuple[PVIState, RoundCarry]:
+        def moved(carry: RoundCarry) -> tuple[PVIState, RoundCarry]:
             after, done = self._moved(problem, state, carry, args, kwargs, fine)
             if evaluates and changed:
                 # Nothing is left of the round's evaluation but where the next one starts.
                 done = done._replace(evaluation=carry.evaluation._replace(rule=done.evaluation.rule))
             return after, done
 
-        if opening is None:
-            state, carry = moved()
-        elif evaluates:
-            state, carry = jax.lax.cond(opening, lambda: (state, carry), moved)
-        else:
-            after, done = self._moved(problem, state, carry._replace(opening=opening), args, kwargs, fine)
-            # Such a round leaves the sites where they are: there is nothing to choose, and no copy of them to choose from.
-            state, carry = dataclasses.replace(state, sites=after.sites), carry._replace(sites=done.sites)
-            state, carry = select(opening, (state, carry._replace(evaluation=done.evaluation)), (after, done))
+        state, carry = opened(opening, evaluates, state, carry, moved)
         if fits_params:
             problem = self._state_problem(state, None, args, kwargs, fine)
         if evaluates:

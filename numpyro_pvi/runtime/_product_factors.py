@@ -248,7 +248,7 @@ class ProductFactors(ProblemDefaults):
         """
         solver, dtype = self.solver, carry.evaluation.elbo.dtype
         share = jnp.asarray(share * float(solver.step_size), dtype)
-        swept = sweep(self.problem, carry.sites, share, solver.num_steps or 1, noise, order)
+        swept = sweep(self.problem, carry.sites, share, solver.num_steps or 1, noise, order, carry.opening)
         prior, first = None, int(self.has_prior_factor)
         if self.has_prior_factor:
             prior = LocalResult(None, carry.prior_solver, swept.backoffs[0], ~swept.skipped[0])

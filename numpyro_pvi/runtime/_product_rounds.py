@@ -47,22 +47,24 @@ def sweep(
     num_steps: int,
     noise: Any,
     order: Int[Array, "M"] | None = None,
+    opening: Bool[Array, ""] | None = None,
 ) -> Swept:
     """Move every site once (``num_steps`` times): ``eta_m <- eta_m + step (dE_q[log f_m]/dmu - eta_m)``.
 
     In parallel, all factors see one q; components move in the plan's turns, each turn from the q that the last one left: with
     one factor or many that is coordinate ascent. One factor after another, each runs through all turns before the next one sees
     q. A step that would leave q outside its domain is halved until it does not (Khan and Lin, section 7). ``share``: of each
-    change that is taken; ``order``: of the groups that follow one another; None where all move in parallel.
+    change that is taken; ``order``: of the groups that follow one another; None where all move in parallel; ``opening``: whether
+    nobody moves, in parallel.
     """
     if order is None:
-        swept = _together(problem, sites, share, num_steps, noise)
+        swept = _together(problem, sites, share, num_steps, noise, opening)
     else:
         swept = _one_after_another(problem, sites, share, num_steps, noise, order)
     return swept._replace(sites=_members_back(problem, swept.sites, sites))
 
 
-def _together(problem, sites, share, num_steps, noise) -> Swept:
+def _together(problem, sites, share, num_steps, noise, opening) -> Swept:
     count = problem.num_groups + (sites.prior is not None)
 
     # Not the sites as they move, which know this round's draws.
@@ -74,7 +76,9 @@ def _together(problem, sites, share, num_steps, noise) -> Swept:
         return sites, backoffs + halvings, skipped | ~good
 
     first = sites, jnp.zeros((count,), jnp.int32), jnp.zeros((count,), bool)
-    return Swept(*jax.lax.fori_loop(0, problem.plan.num_turns * num_steps, turn, first))
+    turns = problem.plan.num_turns * num_steps
+    turns = turns if opening is None else jnp.where(opening, 0, turns)
+    return Swept(*jax.lax.fori_loop(0, turns, turn, first))
 
 
 def move_together(

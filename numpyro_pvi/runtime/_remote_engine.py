@@ -389,6 +389,10 @@ class RemoteProductEngine(ProductEngine):
         """Run rounds, which ask clients: see :meth:`ProductEngine.rounds`."""
         return ProductEngine.rounds(self._asking, *args, **kwargs)
 
+    def unseen(self, *args: Any, **kwargs: Any) -> Any:
+        """Of the clients' factors: see :meth:`ProductEngine.unseen`."""
+        return ProductEngine.unseen(self._asking, *args, **kwargs)
+
     def loss(self, *args: Any, **kwargs: Any) -> Any:
         """Negative global ELBO at a state, which every client is asked for, in nats: see :meth:`ProductEngine.loss`."""
         return ProductEngine.loss(self._asking, *args, **kwargs)
@@ -397,12 +401,12 @@ class RemoteProductEngine(ProductEngine):
     def _asking(self) -> RemoteProductEngine:
         return dataclasses.replace(self, asks=True)
 
-    def tallied(self, state: PVIState, carry: RoundCarry, loss: Float[Array, ""]) -> Any:
+    def tallied(self, state: PVIState, carry: RoundCarry, ends: Any, loss: Float[Array, ""]) -> Any:
         """See :meth:`ProductEngine.tallied`: what was really sent, repetitions included."""
         # All that the round asked for must have come before it is counted.
         after = carry.sites, carry.report, loss
-        report = carry.report._replace(traffic=spent(self.network, jnp.array(True), after))
-        return dataclasses.replace(state, report=report), carry._replace(report=report), loss
+        report = carry.report._replace(traffic=spent(self.network, ends, after))
+        return dataclasses.replace(state, report=report), carry._replace(report=report)
 
     def unasked(self, plan: Any) -> dict[str, tuple[bool, str]]:
         """What no question is asked about under families: whether it is there, and why."""

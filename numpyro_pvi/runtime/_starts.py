@@ -530,7 +530,7 @@ WIDEST, _HALVINGS = 1.0, 8
 
 
 def curvature_start(problem: ProductProblem, sites: SiteStack, key: Any) -> SiteStack:
-    """Sites at the curvature of factors that are taken by quadrature, as far towards it as the ELBO is highest.
+    """Sites at the curvature of factors that are taken by quadrature; halves of that step while they raise the ELBO.
 
     ``problem``: the factors; ``sites``: where they are; ``key``: for draws, of which there are none. Returns the sites, those
     of other latents as they were; all as they were where no step raises the ELBO, and the whole step where it is finite nowhere.
@@ -559,5 +559,15 @@ def curvature_start(problem: ProductProblem, sites: SiteStack, key: Any) -> Site
             sites.groups + step.groups, sites.prior, None if sites.local is None else sites.local + step.local
         )
 
-    elbos = jax.lax.map(lambda share: problem.elbo(at(share), key), shares)
-    return at(shares[jnp.argmax(jnp.where(jnp.isfinite(elbos), elbos, -jnp.inf))])
+    def rises(search: tuple) -> Any:
+        i, *_, fell = search
+        return (i < shares.shape[0]) & ~fell
+
+    def shorter(search: tuple) -> tuple:
+        i, share, best, _ = search
+        elbo = problem.elbo(at(shares[i]), key)
+        elbo = jnp.where(jnp.isfinite(elbo), elbo, -jnp.inf)
+        return i + 1, jnp.where(elbo > best, shares[i], share), jnp.maximum(elbo, best), elbo < best
+
+    first = jnp.int32(0), shares[0], jnp.asarray(-jnp.inf, dtype), jnp.array(False)
+    return at(jax.lax.while_loop(rises, shorter, first)[1])

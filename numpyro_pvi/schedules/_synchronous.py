@@ -322,7 +322,7 @@ class Synchronous(ScheduleDefaults):
         return min(1.0, taken_whole(problem) / problem.num_groups)
 
     def opens(self, problem: Problem) -> bool:
-        """Where visits read no rows, and a candidate's evaluation is all that any evaluation is."""
+        """Where visits read no rows, or turns are left out, and a candidate's evaluation is all that any evaluation is."""
         plain = not (problem.stochastic or problem.matches_moments or problem.capped or problem.blind)
         return plain and not problem.solver.rereads
 
@@ -392,11 +392,12 @@ class Synchronous(ScheduleDefaults):
         share = late if self.damping == "auto" else late * self.damping
         # What was halved before is a shorter sweep, and not a share of a full one, whose later turns have seen all of the earlier.
         swept = cast(Any, problem).sweep(carry, share * step, noise)
-        one, aim, how, taken = jnp.ones_like(step), swept.sites, {}, False
+        one, aim, how, taken = jnp.ones_like(step), swept.sites, {"opening": carry.opening}, False
         if (mixing := carry.schedule.mixing) is not None:
             whole = (step == 1.0) & _all_asked(swept.groups, swept.prior)
             mixing, mixed, attempt = mixture(problem, mixing, carry, swept.sites, None, whole)
-            aim, how = select(attempt, mixed, aim), {"fallback": aim, "restart": jnp.where(attempt, one, 0.0)}
+            how |= {"fallback": aim, "restart": jnp.where(attempt, one, 0.0)}
+            aim = select(attempt, mixed, aim)
         done = accept_jointly(problem, carry.sites, aim, carry.evaluation, one, noise, **how)
         if mixing is not None:
             mixing, taken = _ended(mixing, attempt, done)
