@@ -11,7 +11,7 @@ import numpyro.distributions as dist
 import pytest
 from numpyro.infer.autoguide import AutoMultivariateNormal
 
-from numpyro_pvi import PVI, Partition
+from numpyro_pvi import PVI, AutoExponentialFamily, Partition
 from numpyro_pvi._numerics import Flat
 from numpyro_pvi.errors import StateError
 from numpyro_pvi.factors import _arguments
@@ -42,9 +42,9 @@ def scaled(X, y):
         numpyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
 
 
-def made(model):
+def made(model, guide=AutoMultivariateNormal):
     optim = numpyro.optim.Adam(0.05) if model is scaled else None
-    return PVI(Partition(model, "n", np.arange(13) % 3), AutoMultivariateNormal(model), optim)
+    return PVI(Partition(model, "n", np.arange(13) % 3), guide(model), optim)
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +71,10 @@ def spoil(pvi):
     pvi._memory.look._kept = kept._replace(evaluation=spoiled)
 
 
+@pytest.mark.parametrize("guide", [AutoMultivariateNormal, AutoExponentialFamily])
 @pytest.mark.parametrize("model", [logistic, waves, scaled])
-def test_rounds_that_go_on_from_a_look_are_those_that_look_again(model, regression):
-    pvi = regression if model is logistic else made(model)
+def test_rounds_that_go_on_from_a_look_are_those_that_look_again(model, guide, regression):
+    pvi = regression if (model, guide) == (logistic, AutoMultivariateNormal) else made(model, guide)
     first = pvi.init(KEY, X, Y)
     kept, losses = updated(pvi, first, 3, (X, Y))
     anew, others = updated(pvi, first, 3, (X, Y), lambda: forget(pvi))

@@ -4,9 +4,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpyro
+import numpyro.distributions as dist
 import pytest
+from numpyro.infer.autoguide import AutoMultivariateNormal
 
-from numpyro_pvi import PVI, Partition
+from numpyro_pvi import PVI, AutoExponentialFamily, Partition
 from numpyro_pvi.runtime._refinement import escalate
 from numpyro_pvi.schedules import Rule
 from numpyro_pvi.solvers import Conjugate
@@ -23,8 +26,6 @@ def counted():
     def model(X, y):
         calls.append(1)
         return inner(X, y)
-
-    from numpyro.infer.autoguide import AutoMultivariateNormal
 
     X, y, _ = rows()
     pvi = PVI(Partition(model, "data", groups(3)), AutoMultivariateNormal(model), solver=Conjugate())
@@ -66,6 +67,39 @@ def test_new_shapes_are_compiled_anew(counted):
     X, y, _ = rows(16)
     wider.update(wider.init(jax.random.key(0), X, y), X, y)
     assert len(calls) > first
+
+
+def _times(jaxpr, name):
+    """How often a primitive stands in a program."""
+    found = sum(x.primitive.name == name for x in jaxpr.eqns)
+    for equation in jaxpr.eqns:
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program):
+            found += _times(getattr(value, "jaxpr", value), name) if _is_program(value) else 0
+    return found
+
+
+def _is_program(value):
+    return hasattr(getattr(value, "jaxpr", value), "eqns")
+
+
+# Turns of components look, and candidates are looked at; on draws, rounds end with a look at fresh ones.
+@pytest.mark.parametrize(("drawn", "places"), [(False, 2), (True, 3)])
+def test_the_likelihood_stands_in_as_few_places_as_rounds_have_of_their_own(drawn, places):
+    """The state's own q, of which nothing is known before the first round, is looked at in one of them."""
+
+    def model(X, y):
+        a, b = (numpyro.sample(n, dist.Normal(0, 1)) for n in "ab")
+        rate = jnp.cosh(a * b) if drawn else a
+        with numpyro.plate("data", y.shape[0]):
+            # Its digamma has no other place in a program; a sample site's own checks do not evaluate it.
+            numpyro.factor("y", -(jax.lax.digamma(3.0 + jnp.exp(-(rate**2))) * y))
+
+    X, y, _ = rows()
+    pvi = PVI(Partition(model, "data", groups(3)), AutoExponentialFamily(model))
+    state = pvi.init(jax.random.key(0), X, y)
+    assert state.plan.noisy == drawn
+    program = jax.make_jaxpr(lambda state: pvi.update(state, X, y)[1])(state).jaxpr
+    assert _times(program, "digamma") == places
 
 
 def test_a_factor_is_traced_once_for_its_shapes_and_its_loop():
