@@ -430,7 +430,8 @@ def _away_from_prior(
     arrays, static = split_arguments(args, kwargs)
     # Where rows' own latents have a prior given others alone, there is no q yet at which to look for a curvature.
     there = not plan.inside or bool(_proper(state=state, level="cheap"))
-    if curved and (plan.likelihood.by_nodes or by_predictors) and not plan.summed and there:
+    # A site that all groups share has no group's curvature.
+    if curved and (plan.likelihood.by_nodes or by_predictors) and not (plan.summed or plan.tied) and there:
         run = partial(_curved_sites, engine, static, state, arrays, level=level_of_looks(state, arrays))
         sites = watched(engine.runtime, plan, run)
         return dataclasses.replace(state, sites=sites)

@@ -313,6 +313,7 @@ def run_rounds(
     solver: LocalSolver,
     missed: Any = False,
     opening: Any = None,
+    reopens: bool = False,
 ) -> tuple[RoundsDone, Any]:
     """Run up to ``count`` rounds in one compiled loop, whatever a round is.
 
@@ -322,32 +323,39 @@ def run_rounds(
     noise of sampled moments explains. Negative never ends them; ``length``: rounds that there is room for; ``solver``: where
     its weights keep collapsing rounds end early, so that chains can be compiled in; ``missed``: whether the first round needs
     that rule already; ``opening``: whether the first is no round, but the evaluation of the state's own q; None where it never
-    is. Returns the rounds, and what the last of them hands on.
+    is; ``reopens``: whether such an evaluation, on fresh draws, follows every round and gives its loss. Returns the rounds, and
+    what the last of them hands on.
     """
 
     def unfinished(loop: tuple) -> Array:
-        i, state, *_, missed, _ = loop
+        i, state, *_, missed, opening = loop
         floor = noise_floor(state.solver_state, state.report)
         halted = finished(state.report, tol, floor) | jnp.any(state.report.skip_run >= SKIP_LIMIT)
         halted = halted | chains_wanted(solver, state.solver_state)
-        return (i < count) & ~missed & ~((i > 0) & halted)
+        halted = halted & (i > 0)
+        return (i < count) & ~missed & ~(halted & ~opening if reopens else halted)
 
     def again(loop: tuple) -> tuple:
         i, *before, losses, reports, missed, opening = loop
         state, carry, loss, over = one(*before, opening)
         if over is not None:
             missed, loss = over, jnp.where(over, jnp.nan, loss)
-        losses = losses.at[i].set(loss)
-        reports = jax.tree.map(lambda all_, new: all_.at[i].set(new), reports, Flat.of(state.report))
+        # What is there before the first round is nobody's loss.
+        place = jnp.where(i < 0, length, i) if reopens else i
+        losses = losses.at[place].set(loss, mode="drop")
+        reports = jax.tree.map(lambda all_, new: all_.at[place].set(new, mode="drop"), reports, Flat.of(state.report))
         if over is not None:
             state, carry = jax.tree.map(lambda old, new: jnp.where(missed, old, new), tuple(before), (state, carry))
         if opening is None:
             return i + ~missed, state, carry, losses, reports, missed, None
+        if reopens:
+            return i + opening, state, carry, losses, reports, missed, ~opening
         return i + (~missed & ~opening), state, carry, losses, reports, missed, jnp.array(False)
 
     losses = jnp.full((length,), jnp.nan, state.report.move.dtype)
     reports = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), Flat.of(state.report))
-    first = jnp.int32(0), state, carry, losses, reports, jnp.asarray(missed), opening
+    start = -opening.astype(jnp.int32) if reopens else jnp.int32(0)
+    first = start, state, carry, losses, reports, jnp.asarray(missed), opening
     done, state, carry, losses, reports, missed, _ = jax.lax.while_loop(unfinished, again, first)
     return RoundsDone(state, losses, reports, done, missed, losses[0]), carry
 

@@ -92,8 +92,8 @@ class ProductEngine(FitsParams):
 
     # Visits add up what devices find in their own rows of a group.
     whole_groups = False
-    # Their special functions are long chains of arithmetic, which XLA's older emitters write out once for every use: a zero-inflated
-    # Poisson regression compiles in 11.8 s with them and in 8.2 without, and its rounds take 1.6 times as long.
+    # Their special functions are long chains of arithmetic, which XLA's older emitters write out once for every use: rounds of a
+    # zero-inflated Poisson regression compile in 11.8 s with them and in 8.2 without, and take 1.6 times as long.
     well = "full"
 
     def reporting(self, loss_every: int) -> ProductEngine:
@@ -321,7 +321,7 @@ class ProductEngine(FitsParams):
         return self._unread(seen, state) if self._opens(seen, ends) else None
 
     def _moving(self, state: PVIState) -> tuple[bool, bool]:
-        """Whether there are sites of groups whose rows are not at hand, and whether rounds move params: sites say nothing of them."""
+        """Whether some sites are of groups whose rows are not at hand; whether rounds move params, of which sites say nothing."""
         continued = state.sites.others is not None
         return continued, bool(state.plan.partition.params) and not continued
 
@@ -364,14 +364,10 @@ class ProductEngine(FitsParams):
     ) -> RoundsDone:
         """Rounds by the rules that the state's plan has compiled in: the schedule's own, of visits that are the solver's."""
         continued, moves = self._moving(state)
-        ends = self._ends_evaluating(state, moves)
         fixed, state = self.problem(state, args, kwargs), present_alone(state)
 
-        def factors(state: PVIState) -> ProductProblem:
-            return self.problem(state, args, kwargs) if moves else fixed
-
         def problem_of(state: PVIState) -> ProductFactors:
-            return self._seen(factors(state), state, continued)
+            return self._seen(self.problem(state, args, kwargs) if moves else fixed, state, continued)
 
         def moved(state: PVIState, carry: RoundCarry) -> tuple[PVIState, RoundCarry]:
             noise = self.noise(state.rng_key)
@@ -381,41 +377,57 @@ class ProductEngine(FitsParams):
                 state = self._with_params(state, args, kwargs)
             return state, carry._replace(report=state.report)
 
-        def by_some(state: PVIState, _carry: None, _opening: None) -> tuple[PVIState, None, Array, None]:
+        given = state, problem_of, moved, (count, tol, length, self.solver)
+        return self._rounds_of_some(*given) if self.reads_some else self._rounds_of_all(*given, moves, seen)
+
+    def _rounds_of_some(self, state: PVIState, problem_of: Callable, moved: Callable, how: tuple) -> RoundsDone:
+        """Rounds that look at some rows only, and know of no loss but where it is due; arguments as of :meth:`_rounds_of_all`."""
+
+        def one(state: PVIState, _carry: None, _opening: None) -> tuple[PVIState, None, Array, None]:
             # Nothing of a look at some rows is of use to the next round, and a part of some groups is looked at as such.
             in_parts = self.in_turns and self.schedule.partial
             evaluation = None if in_parts else self._evaluated(problem_of(state), state)
             state, carry = moved(state, carry_of(self._bare(state), evaluation))
-            loss, finite = self._loss_when_due(state, lambda: -self._elbo(factors(state), state))
+            loss, finite = self._loss_when_due(state, lambda: -self._elbo(problem_of(state).problem, state))
             state = _with_report(state, finite=finite)
             state, _ = self.tallied(state, carry._replace(report=state.report), jnp.array(True), loss)
             return state, None, loss, None
 
-        def one(state: PVIState, carry: RoundCarry, opening: Any) -> tuple[PVIState, RoundCarry, Array, None]:
-            before = state
-            state, carry = opened(opening, ends, state, carry, lambda carry: moved(before, carry))
-            if ends:
-                # Fresh draws for the next round, or params that have moved, need a new evaluation.
-                carry = carry._replace(evaluation=self._evaluated(problem_of(state), state))
-                finite = sound(carry.evaluation.elbo) | self.solver.private
-                finite = finite if opening is None else jnp.where(opening, state.report.finite, finite)
-                state = _with_report(state, finite=finite)
-                carry = carry._replace(report=state.report)
-            loss = -carry.evaluation.elbo
-            state, carry = self.tallied(state, carry, jnp.array(True) if opening is None else ~opening, loss)
-            return state, carry, loss, None
+        return run_rounds(state, None, one, *how)[0]
 
-        given = count, tol, length, self.solver
-        if self.reads_some:
-            return run_rounds(state, None, by_some, *given)[0]
-        begun, opening = problem_of(state), None
+    def _rounds_of_all(
+        self, state: PVIState, problem_of: Callable, moved: Callable, how: tuple, moves: bool, seen: tuple | None
+    ) -> RoundsDone:
+        """Rounds that look at all rows.
+
+        ``problem_of``: a state's factors as rounds see them; ``moved``: state and carry after the schedule's round; ``how``: how
+        many rounds, and when they end; ``moves``: whether params move; ``seen``: as of :meth:`rounds`.
+        """
+        ends, begun, opening = self._ends_evaluating(state, moves), problem_of(state), None
+        # Steps of params are no part of a look, and clients would be asked for more than it needs.
+        reopens = ends and not (moves or self.of_clients) and self.in_turns and self.schedule.opens(begun)
         if self._opens(begun, ends):
             evaluation, known = (self._unread(begun, state), jnp.array(False)) if seen is None else seen
             evaluation, opening = evaluation._replace(rule=state.rule), ~known
         else:
-            evaluation = self._evaluated(begun, state)
+            evaluation, reopens = self._evaluated(begun, state), False
+
+        def one(state: PVIState, carry: RoundCarry, opening: Any) -> tuple[PVIState, RoundCarry, Array, None]:
+            before, counts = state, jnp.array(True) if opening is None else ~opening
+            state, carry = opened(opening, ends and not reopens, state, carry, lambda carry: moved(before, carry))
+            if ends:
+                # Fresh draws for the next round, or params that have moved, need a new evaluation: here, or in a round of its own.
+                evaluation = carry.evaluation if reopens else self._evaluated(problem_of(state), state)
+                finite = sound(evaluation.elbo) | self.solver.private
+                finite = jnp.where(~counts if reopens else counts, finite, state.report.finite)
+                state = _with_report(state, finite=finite)
+                carry = carry._replace(evaluation=evaluation, report=state.report)
+            loss = -carry.evaluation.elbo
+            state, carry = self.tallied(state, carry, counts, loss)
+            return state, carry, loss, None
+
         first = carry_of(self._bare(state), evaluation)
-        done, carry = run_rounds(state, first, one, *given, opening=opening)
+        done, carry = run_rounds(state, first, one, *how, opening=opening, reopens=reopens)
         return done._replace(evaluation=None if seen is None else carry.evaluation)
 
     def _loss_when_due(

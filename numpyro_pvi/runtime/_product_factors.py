@@ -187,7 +187,7 @@ class ProductFactors(ProblemDefaults):
         rule: Any,
         noise: Any,
         probe: Any = None,
-        again: bool = False,
+        again: bool | Bool[Array, ""] = False,
         trial: bool = False,
         hopeless: Any = None,
     ) -> Evaluation:

@@ -334,7 +334,7 @@ class Problem(ProblemDefaults, Protocol):
         rule: Rule,
         noise: Any,
         probe: Any = None,
-        again: bool = False,
+        again: bool | Bool[Array, ""] = False,
         trial: bool = False,
         hopeless: Any = None,
     ) -> Evaluation:

@@ -4,7 +4,8 @@ A law says what is right; many engines would keep it on different ways. These nu
 with this script, in float64 and in float32, and compared by ``test_cells.py`` (the cells of the laws, whose fits it has anyway)
 and ``test_golden.py`` (products of families, and features that cells of the laws do not have)::
 
-    python -m tests.laws.golden     # writes golden/float64.json and golden/float32.json
+    python -m tests.laws.golden             # writes golden/float64.json and golden/float32.json
+    python -m tests.laws.golden families-ep # the same, of these alone
 
 A change that means to move a trajectory stores them anew and says in its commit which moved, and why.
 """
@@ -247,10 +248,12 @@ def too_far(name, found: Trajectory) -> tuple[float, float] | None:
     return None if first <= TOLERANCES[0] and later <= TOLERANCES[1] else (first, later)
 
 
-def write():
-    """Runs everything in this process's precision and stores it, a line a trajectory."""
-    trajectories = {name: of_case(name) for name in CASES}
-    trajectories |= {cell.name: of_cell(cell) for cell in CELLS_STORED if PRECISION == "float64" or cell.repeated}
+def write(*names):
+    """Runs everything in this process's precision, or these names alone, and stores it, a line a trajectory."""
+    trajectories = dict(stored()) if names else {}
+    trajectories |= {name: of_case(name) for name in CASES if name in names or not names}
+    cells = [cell for cell in CELLS_STORED if PRECISION == "float64" or cell.repeated]
+    trajectories |= {cell.name: of_cell(cell) for cell in cells if cell.name in names or not names}
     lines = []
     for name in sorted(trajectories):
         one = trajectories[name]
@@ -267,7 +270,8 @@ def _rounded(x):
 
 if __name__ == "__main__":
     # Precision and compiler options are set before anything is compiled, as in the suite.
-    program = "from tests.conftest import pytest_configure as c; c(None); from tests.laws import golden; golden.write()"
+    program = "import sys; from tests.conftest import pytest_configure as c; c(None); from tests.laws import golden; "
+    program += "golden.write(*sys.argv[1:])"
     for x64 in ("1", "0"):
         environment = {**os.environ, "NUMPYRO_PVI_TEST_X64": x64, "NUMPYRO_PVI_TEST_TYPES": "0"}
-        subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+        subprocess.run([sys.executable, "-c", program, *sys.argv[1:]], env=environment, check=True)

@@ -63,11 +63,11 @@ def plane(x, y):
 
 
 def drawn(x, y):
-    """A gamma shape, of which there is no closed form: it is drawn, beside a rate that is conjugate given it."""
+    """A gamma shape that moves with the rate: one term sees both, of which there is no closed form, and both are drawn."""
     shape = numpyro.sample("shape", dist.Gamma(2.0, 1.0))
     rate = numpyro.sample("rate", dist.Gamma(2.0, 1.0))
     with numpyro.plate("data", y.shape[0]):
-        numpyro.sample("y", dist.Gamma(shape, rate), obs=jnp.abs(y) + 0.1)
+        numpyro.sample("y", dist.Gamma(shape + 0.1 * rate, rate), obs=jnp.abs(y) + 0.1)
 
 
 def odds(x, y):

@@ -31,11 +31,11 @@ LABELS = ["a"] * 3 + [("b", 1)] * 2 + [7] * 7
 
 
 def shaped(y):
-    """Two latents, one of which is drawn; their common block of normals is conjugate to nothing."""
+    """Two latents that one term sees together, so that both are drawn; their common block of normals is conjugate to nothing."""
     shape = numpyro.sample("shape", dist.Gamma(2.0, 1.0))
     rate = numpyro.sample("rate", dist.Gamma(2.0, 1.0))
     with numpyro.plate("data", y.shape[0]):
-        numpyro.sample("y", dist.Gamma(shape, rate), obs=y)
+        numpyro.sample("y", dist.Gamma(shape + 0.1 * rate, rate), obs=y)
 
 
 def line(y):

@@ -185,6 +185,10 @@ def test_a_missed_clamp_and_a_missed_switch_of_the_prior(monkeypatch, tmp_path):
     assert "its likelihood was taken by quadrature, but differs" in notes
     assert "the prior of t, z, w was taken as Gaussian, but differs" in notes
     assert after.plan.partition.has_prior_factor
+    # The prior has a jump besides, which shows once it is a factor.
+    (jump,) = contradictions(pvi, after, *arguments)
+    assert jump.claim == "slopes of prior factor"
+    after = pvi._fit.demoted(pvi, after, [jump], *arguments)
     assert contradictions(pvi, after, *arguments) == []
     # q stays where it was, and its loss is the model's own.
     for name, own in pvi.get_params(state).items():
