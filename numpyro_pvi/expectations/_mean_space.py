@@ -497,9 +497,9 @@ def _rule(family: Any) -> Any:
 
 
 def _typical(family: Any, natural: Any) -> Array:
-    """Any value of a component that does not matter: the middle of its pair, and a draw where it has none."""
+    """Any value of a component that does not matter: one of its pair, and a draw where it has none."""
     rule = pair_rule(family)
     if rule is None:
         return jax.lax.stop_gradient(family.sample(natural, jax.random.key(0)))
-    signs = jnp.zeros((rule.axes,) if rule.axes else (), jax.tree.leaves(natural)[0].dtype)
+    signs = jnp.ones((rule.axes,) if rule.axes else (), jax.tree.leaves(natural)[0].dtype)
     return jax.lax.stop_gradient(rule.points(rule.anchor(natural), signs))

@@ -530,7 +530,7 @@ WIDEST, _HALVINGS = 1.0, 8
 
 
 def curvature_start(problem: ProductProblem, sites: SiteStack, key: Any) -> SiteStack:
-    """Sites at the curvature of factors that are taken by quadrature; halves of that step while they raise the ELBO.
+    """Sites at the curvature of factors that are taken by quadrature; shares of that step, halved while that raises the ELBO.
 
     ``problem``: the factors; ``sites``: where they are; ``key``: for draws, of which there are none. Returns the sites, those
     of other latents as they were; all as they were where no step raises the ELBO, and the whole step where it is finite nowhere.
@@ -551,7 +551,8 @@ def curvature_start(problem: ProductProblem, sites: SiteStack, key: Any) -> Site
     local = None if local is None else select(whole, local, jax.tree.map(jnp.zeros_like, local))
     change = SiteStack(groups, None, local)
     dtype = jax.tree.leaves(sites)[0].dtype
-    shares = jnp.concatenate([0.5 ** jnp.arange(_HALVINGS + 1), jnp.zeros(1)]).astype(dtype)
+    # None of the step, which every share is held against, comes first.
+    shares = jnp.concatenate([jnp.zeros(1), 0.5 ** jnp.arange(_HALVINGS + 1)]).astype(dtype)
 
     def at(share: Any) -> SiteStack:
         step = change * share
@@ -564,10 +565,13 @@ def curvature_start(problem: ProductProblem, sites: SiteStack, key: Any) -> Site
         return (i < shares.shape[0]) & ~fell
 
     def shorter(search: tuple) -> tuple:
-        i, share, best, _ = search
+        i, share, best, last, _ = search
         elbo = problem.elbo(at(shares[i]), key)
         elbo = jnp.where(jnp.isfinite(elbo), elbo, -jnp.inf)
-        return i + 1, jnp.where(elbo > best, shares[i], share), jnp.maximum(elbo, best), elbo < best
+        # The first of the shares has none before it.
+        fell, last = elbo < last, jnp.where(i == 0, -jnp.inf, elbo)
+        return i + 1, jnp.where(elbo > best, shares[i], share), jnp.maximum(elbo, best), last, fell
 
-    first = jnp.int32(0), shares[0], jnp.asarray(-jnp.inf, dtype), jnp.array(False)
+    nothing = jnp.asarray(-jnp.inf, dtype)
+    first = jnp.int32(0), shares[1], nothing, nothing, jnp.array(False)
     return at(jax.lax.while_loop(rises, shorter, first)[1])

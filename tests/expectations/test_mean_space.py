@@ -13,8 +13,9 @@ from scipy import integrate, special, stats
 
 from numpyro_pvi import PVIError
 from numpyro_pvi.expectations import MeanSpace, find_structure, with_draws
-from numpyro_pvi.expectations._mean_space import all_signs, strength_three
+from numpyro_pvi.expectations._mean_space import _typical, all_signs, strength_three
 from numpyro_pvi.families import GammaFamily, NormalFamily, ProductFamily, ScalarNormalFamily, VonMisesFamily
+from tests.families.cases import CASES
 
 KEY = jax.random.key(0)
 TIGHT = {"float32": 3e-4, "float64": 1e-9}[jnp.result_type(float).name]
@@ -299,3 +300,12 @@ def test_messages_to_a_drawn_gamma_are_the_gradient_in_mean_space():
 def test_components_are_named_families():
     family, _ = product(w=dist.Normal(jnp.zeros(2), 1.0), x=dist.Normal(0.0, 1.0), tau=dist.Gamma(1.0, 1.0))
     assert dict(family.components) == {"w": NormalFamily(2), "x": ScalarNormalFamily(), "tau": GammaFamily()}
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if not c.product], ids=lambda c: c.name)
+def test_what_stands_for_a_latent_that_does_not_matter_is_a_value_of_it(case):
+    """The middle of a pair of Dirichlet vectors, say, is not on the simplex."""
+    natural = case.natural(0)
+    value = _typical(case.family, natural)
+    assert value.shape == case.family.sample(natural, jax.random.key(0)).shape
+    assert np.all(np.isfinite(value)) and np.all(case.family.to_distribution(natural).support(value))
