@@ -218,7 +218,7 @@ def test_steps_do_not_wither_where_draws_contradict_themselves(monkeypatch):
     assert np.mean(largest_steps(15) < 0.05) > 0.3
 
 
-def excused(shift, step, units=None):
+def excused(shift, step, units=None, noisy=(None,), **how):
     """Nats that a fall may be the draws' own, for a step that moves one coordinate of q by so many sds."""
     family = MultivariateNormalFamily(2)
     old = family.natural(jnp.zeros(2), jnp.eye(2))
@@ -229,7 +229,7 @@ def excused(shift, step, units=None):
         (sites, Evaluation(q, family.moments(q), groups, None, zero, zero, zero, None, jnp.array(False)))
         for q in (new, old)
     )
-    return float(_local.fall_explained(family, [None], after, before, jnp.asarray(step), units))
+    return float(_local.fall_explained(family, list(noisy), after, before, jnp.asarray(step), units, **how))
 
 
 def test_noise_excuses_falls_near_the_optimum_and_none_of_a_step_that_throws_q_far(monkeypatch):
@@ -239,5 +239,10 @@ def test_noise_excuses_falls_near_the_optimum_and_none_of_a_step_that_throws_q_f
     assert excused(1.5, 1.0) == 0.0
     assert excused(1.5, 1.0, (4, 3)) == pytest.approx(2 * 1.5**2)
     assert excused(3.0, 1.0, (4, 3)) == 0.0
+    # By sigma points alone: an optimum .02 sds behind, and nothing of a step that is longer.
+    sigma = {"noisy": (), "sigma": jnp.array(True)}
+    assert excused(0.01, 1.0, **sigma) == pytest.approx(0.02 * 0.01 + 0.5 * 0.01**2, rel=1e-3)
+    assert excused(0.03, 1.0, **sigma) == excused(0.01, 1.0, noisy=(), sigma=jnp.array(False)) == 0.0
+    assert excused(0.5, 1.0, sigma=jnp.array(True)) == excused(0.5, 1.0)
     monkeypatch.setattr(_local, "_FARTHEST", np.inf)
     assert excused(30.0, 1.0) == pytest.approx(2 * 30.0**2)

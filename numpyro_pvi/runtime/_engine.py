@@ -42,7 +42,7 @@ from ..sites import SiteStack, posterior, select, sum_slots, take, tie, tied_sit
 from ..solvers import LocalSolver, NaturalGradient, step_and_slope
 from ._base import Runtime
 from ._factors import Draws, FactorData
-from ._local import LocalProblem
+from ._local import BARRED_LEFT, LocalProblem
 from ._moments import evidence, first_row_sites, moments_missed, noise_floor, solver_of_prior
 from ._programs import FactorReader, RowStream, beside_rows, first_conditionals, whole_call
 from ._refinement import LOOSE_MOVE, LOOSE_TOLERANCE, wide_rows
@@ -156,8 +156,8 @@ COMPARED_MOVE = 0.5
 # Drop of q's mean log sd, or number of rounds, after which sigma points that failed are tried again; how many times as long a
 # failed retry waits for the next.
 RETRY_DROP, RETRY_ROUNDS, _LONGER = 0.2, 8, 4
-# Refused rounds running, with more posterior sds left than any rounding explains, after which sigma points are given up.
-BARRED_ROUNDS, BARRED_LEFT = 2, 0.02
+# Refused rounds running, with more posterior sds left than is put up with, after which sigma points are given up.
+BARRED_ROUNDS = 2
 
 
 def settle(

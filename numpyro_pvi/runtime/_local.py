@@ -110,6 +110,9 @@ _NOISE_SHARE = 2.0
 # Nats per coordinate that noise may promise at most: a jitter of one sd. At the optima of hierarchies of 10 to 90 coordinates
 # it promised 0.1 to 2 nats in all; steps that throw a scale to the far side of its posterior promise hundreds.
 _FARTHEST = 0.5
+# Posterior sds that where sigma points' messages lead to and the largest mean value of theirs may lie apart (.01 in a Student's t
+# regression of unknown degrees of freedom): with more left to move, rounds that stand still give them up.
+BARRED_LEFT = 0.02
 
 
 def affordable_pairs(units: int, width: int, dim: int) -> int:
@@ -129,6 +132,7 @@ def fall_explained(
     step: Float[Array, ""],
     units: tuple[int, int] | None = None,
     own: Any = 0.0,
+    sigma: Any = False,
 ) -> Any:
     """Twice what a joint step promises, its squared length over its share, where draws contradict themselves; else 0.
 
@@ -138,21 +142,26 @@ def fall_explained(
     overshoots by far loses more, and is still halved; and what promises more than a jitter of one sd in every coordinate, half
     their number, is no noise but a step that far, and must keep its word. Random points with gradients do not contradict
     themselves: their curvature is the derivative of their mean value. Of factors that jump it is not, and a move of d sds takes
-    some d of P pairs over a jump, by chance more or fewer: the mean value falls by the root of d / P nats and more. ``noisy``:
-    programs of the factors whose expectations are by draws; ``new``: sites and evaluation after the step; ``old``: before it,
-    on the same draws; ``step``: share of the way to the targets, in (0, 1]; ``units``: how many units have how many local
-    latents each; None without any; ``own``: the local latents' part of the step's squared length, where clients keep them.
-    Returns nats, or the number 0.
+    some d of P pairs over a jump, by chance more or fewer: the mean value falls by the root of d / P nats and more. What sigma
+    points' messages lead to is not where their mean value is largest either, and a move of d sds towards it from an optimum
+    :data:`BARRED_LEFT` sds behind loses that times d, and half of d squared. ``noisy``: programs of the factors whose
+    expectations are by draws; ``new``: sites and evaluation after the step; ``old``: before it, on the same draws; ``step``:
+    share of the way to the targets, in (0, 1]; ``units``: how many units have how many local
+    latents each; None without any; ``own``: the local latents' part of the step's squared length, where clients keep them;
+    ``sigma``: whether some expectation is by sigma points; False where none ever is. Returns nats, or the number 0.
     """
     jumping = [p.num_pairs for p in noisy if isinstance(p, PointsProgram) and p.mode == "values"]
-    if not jumping and all(isinstance(p, PointsProgram) for p in noisy):
+    by_draws = bool(jumping) or not all(isinstance(p, PointsProgram) for p in noisy)
+    if not by_draws and sigma is False:
         return 0.0
     (sites, after), (before, was) = new, old
     rows = None if sites.local is None else (sites.local.rows, before.local.rows)
     length = move_in_nats(family, after.q, was.q, after.moments, was.moments, rows) + own
     promised = length / jnp.maximum(step, jnp.finfo(length.dtype).tiny)
     coordinates = family.dim + (0 if units is None else units[0] * units[1])
-    return explained(promised, coordinates, min(jumping) if jumping else 0)
+    excused = explained(promised, coordinates, min(jumping) if jumping else 0) if by_draws else 0.0
+    behind = BARRED_LEFT * jnp.sqrt(promised) + 0.5 * promised
+    return jnp.where(sigma & (promised <= BARRED_LEFT**2), jnp.maximum(behind, excused), excused)
 
 
 def explained(promised: Float[Array, ""], coordinates: int, draws: int = 0) -> Float[Array, ""]:
@@ -199,12 +208,20 @@ class LocalProblem(Factors, ProblemDefaults):
         ]
         return jnp.any(jnp.stack(flags))
 
+    def by_sigma_points(self, rule: Rule) -> Bool[Array, ""] | bool:
+        """Whether any expectation is by sigma points under this rule; False where none ever is."""
+        programs = {i: p for i, p in enumerate((self.program, self.prior_program)) if isinstance(p, PointsProgram)}
+        able = {i: p.mode for i, p in programs.items() if p.mode in ("auto", "sigma_points")}
+        flags = [~rule.points.sampled[i] if mode == "auto" else jnp.array(True) for i, mode in able.items()]
+        return jnp.any(jnp.stack(flags)) if flags else False
+
     def allowance(
         self, new_sites: SiteStack, new: Evaluation, old_sites: SiteStack, old: Evaluation, step: Float[Array, ""]
     ) -> Any:
         """What draws that contradict themselves may lose: see :func:`fall_explained`."""
         own = [p for p in (self.program, self.prior_program) if p is not None and p.noisy]
-        return fall_explained(self.family, own, (new_sites, new), (old_sites, old), step, self.units)
+        pairs = (new_sites, new), (old_sites, old)
+        return fall_explained(self.family, own, *pairs, step, self.units, sigma=self.by_sigma_points(old.rule))
 
     def noise(self, key: Any, num_particles: int = 1) -> Draws | None:
         """The draws of one round, shared by all groups, or None.

@@ -286,7 +286,7 @@ class RemoteProblem(LocalProblem):
         noisy = [p for p in (self.program, self.prior_program) if p is not None and p.noisy]
         bare = (dataclasses.replace(x, local=None) for x in (new_sites, old_sites))
         pairs = tuple(zip(bare, (new, old), strict=True))
-        return fall_explained(self.family, noisy, *pairs, step, self.units, own)
+        return fall_explained(self.family, noisy, *pairs, step, self.units, own, self.by_sigma_points(old.rule))
 
     def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> Any:
         """Names of what groups that moved, and were finite, want beside their sites."""

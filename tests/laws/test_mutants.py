@@ -8,6 +8,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
@@ -24,9 +26,8 @@ from numpyro_pvi.schedules import Sequential, Synchronous
 from numpyro_pvi.solvers import Conjugate, NaturalGradient
 
 from . import checks, oracles
-from .cells import PRIORS
 from .fits import fit
-from .models import NOISE, groups, make_independent_linear, make_linear, rows
+from .models import NOISE, groups, make_linear, rows
 
 FAR = 1e-2
 X, Y, _ = rows()
@@ -145,27 +146,27 @@ def test_conversion_without_its_half(monkeypatch):
 
 
 def test_guard_and_cap_off(monkeypatch):
-    """Law 12 needs both: parallel mean-field steps of full length run away at correlation .9."""
-    covariates, y, _ = rows(correlation=0.9)
+    """Law 12 needs either where no mixture of rounds is tried: full parallel steps run away where three latents correlate at .9."""
+    known = np.random.default_rng(0)
+    X = known.normal(size=(12, 3)) @ np.linalg.cholesky(0.1 * np.eye(3) + 0.9).T
+    y = X @ np.array([0.8, -0.5, 0.3]) + NOISE * known.normal(size=12)
 
-    def distance():
-        fitted = fit(
-            make_independent_linear(),
-            covariates,
-            y,
-            groups(2),
-            NaturalGradient(),
-            Synchronous(),
-            40,
-            AutoDiagonalNormal,
-        )
-        loc, variances = oracles.mean_field_of_gaussian(
-            *oracles.linear_posterior(covariates, y, NOISE, *PRIORS["meanfield"])
-        )
-        return checks.distance(fitted, loc, np.diag(variances))
+    def three(X, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 2.0).expand([3]).to_event(1))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("obs", dist.Normal(X @ w, NOISE), obs=y)
 
+    def fitted():
+        return fit(three, X, y, groups(2), NaturalGradient(), Synchronous(), 20, AutoDiagonalNormal)
+
+    loc, covariance = oracles.linear_posterior(X, y, NOISE, np.zeros(3), 4 * np.eye(3))
+    exact = oracles.mean_field_of_gaussian(loc, covariance)
+    assert checks.distance(fitted(), exact[0], np.diag(exact[1])) < FAR
     with monkeypatch.context() as patched:
+        patched.setattr(synchronous, "mixture", lambda _, mixing, carry, aim, *more: (mixing, aim, jnp.array(False)))
+        losses = fitted().losses
+        assert np.diff(losses[1:]).max() <= 1e-4
         patched.setattr(base, "elbo_has_not_fallen", lambda new, old, allowance=0.0: new.moments.valid)
         patched.setattr(Synchronous, "_first_step", lambda self, problem, state: jnp.ones_like(state.step))
-        assert not distance() < FAR
+        assert not fitted().losses[-1] < losses[-1] + 100
     assert synchronous.accept_jointly is base.accept_jointly

@@ -38,7 +38,8 @@ LONGER = np.append(DAYS, 1.4)
 
 def fit(model, data, solver, rounds, groups=UNEVEN, schedule=None, **options):
     split = Partition(model, "data", groups, **options)
-    pvi = PVI(split, AutoExponentialFamily(model), solver=solver, schedule=schedule)
+    # A start at curvatures gives every row of a group the same share of it, which a group of one row has for itself.
+    pvi = PVI(split, AutoExponentialFamily(model), solver=solver, schedule=schedule, init_sites="prior")
     return pvi, pvi.run(KEY, rounds, *data, progress_bar=False)
 
 
