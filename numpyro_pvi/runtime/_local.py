@@ -146,8 +146,8 @@ def fall_explained(
     points' messages lead to is not where their mean value is largest either, and a move of d sds towards it from an optimum
     :data:`BARRED_LEFT` sds behind loses that times d, and half of d squared. ``noisy``: programs of the factors whose
     expectations are by draws; ``new``: sites and evaluation after the step; ``old``: before it, on the same draws; ``step``:
-    share of the way to the targets, in (0, 1]; ``units``: how many units have how many local
-    latents each; None without any; ``own``: the local latents' part of the step's squared length, where clients keep them;
+    share of the way to the targets, in (0, 1]; ``units``: how many units have how many local latents each; None without any;
+    ``own``: the local latents' part of the step's squared length, where clients keep them;
     ``sigma``: whether some expectation is by sigma points; False where none ever is. Returns nats, or the number 0.
     """
     jumping = [p.num_pairs for p in noisy if isinstance(p, PointsProgram) and p.mode == "values"]

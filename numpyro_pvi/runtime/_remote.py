@@ -280,13 +280,14 @@ class RemoteProblem(LocalProblem):
         self, new_sites: SiteStack, new: Evaluation, old_sites: SiteStack, old: Evaluation, step: Float[Array, ""]
     ) -> Any:
         """What draws that contradict themselves may lose: see :meth:`LocalProblem.allowance`."""
-        if self.units is None or not self.program.noisy:
+        sigma = self.by_sigma_points(old.rule)
+        noisy = [p for p in (self.program, self.prior_program) if p is not None and p.noisy]
+        if self.units is None or (not noisy and sigma is False):
             return super().allowance(new_sites, new, old_sites, old, step)
         own = jnp.sum(self._apart((new.local, new.moments), (old.local, old.moments))[1])
-        noisy = [p for p in (self.program, self.prior_program) if p is not None and p.noisy]
         bare = (dataclasses.replace(x, local=None) for x in (new_sites, old_sites))
         pairs = tuple(zip(bare, (new, old), strict=True))
-        return fall_explained(self.family, noisy, *pairs, step, self.units, own, self.by_sigma_points(old.rule))
+        return fall_explained(self.family, noisy, *pairs, step, self.units, own, sigma)
 
     def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> Any:
         """Names of what groups that moved, and were finite, want beside their sites."""
