@@ -33,6 +33,7 @@ from .expectations import (
     with_draws,
 )
 from .factors import (
+    NUM_DIRECTIONS,
     Form,
     Planned,
     SeenFactor,
@@ -358,7 +359,7 @@ def _structure(
         return _some({"": everywhere(values)})
 
     def predictors(names: tuple[str, ...]) -> Any:
-        own = [_probed(continuous, start, jax.random.fold_in(key, 300 + i)) for i in range(3)]
+        own = [_probed(continuous, start, jax.random.fold_in(key, 300 + i)) for i in range(NUM_DIRECTIONS + 1)]
         points = jnp.stack(
             [jnp.concatenate([x[n].reshape(-1) for n, _ in family.components if n in names]) for x in own]
         )

@@ -98,6 +98,9 @@ def short_of(state: PVIState, tol: float | None, report: RoundReport) -> str:
     if bool(np.any(report.skip_run > 0)):
         worst = labels_of(state.plan)[int(np.argmax(report.skip_run))]
         return f"{named(worst)} was skipped in the last {int(report.skip_run.max())} rounds"
+    if state.plan.partition.remarks and not np.isfinite(report.total_move):
+        # What verification found after the last round, with memories that begin anew.
+        return f"{state.plan.partition.remarks[-1].removesuffix('.')}; go on from this state with run(..., init_state=state)"
     if int(report.refused) >= STALL_ROUNDS and float(report.left) > (_LITTLE if tol is None else tol):
         return standstill(state)
     notes = limits(state, report) if tol is None else (*limits(state, report), _left(state, report))

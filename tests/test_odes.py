@@ -59,7 +59,7 @@ def test_a_solver_gives_what_the_solution_gives(tolerance):
 
 def test_rays_end_where_a_solver_could_not():
     """Farthest step of 30 sds, and 3 where what is looked at loops; nothing else is moved."""
-    loc, directions = jnp.zeros(2), jnp.ones((_probe._NUM_DIRECTIONS * len(_probe._RAY_SCALES), 2))
+    loc, directions = jnp.zeros(2), jnp.ones((_probe.NUM_DIRECTIONS * len(_probe._RAY_SCALES), 2))
     here = jnp.asarray(T)
     plain, looped = (jax.make_jaxpr(f)(1.0, here) for f in (lambda r, t: jnp.exp(-r * t), solved))
     assert loops_on(looped.jaxpr) and not loops_on(plain.jaxpr)

@@ -101,7 +101,7 @@ from ._planner import (
     trace_arguments,
     with_expectation,
 )
-from ._probe import GAUSSIAN, SeenFactor, predictor_terms
+from ._probe import GAUSSIAN, NUM_DIRECTIONS, SeenFactor, predictor_terms
 from ._proof import CALLS, Form, Statistics, called_jaxpr, forms_of, is_affine, marked, unmarked
 from ._structure import DerivedLeaf, Predictor, TermData, TermSpec, prepare_term, term_log_prob, unread_held
 

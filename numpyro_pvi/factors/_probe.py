@@ -37,12 +37,13 @@ from ._model import (
     with_wide_observations,
 )
 from ._proof import LATENTS, Form, TracedLook, forms_of, marked, moved_values, trace_look, unmarked
-from ._structure import POINTS_PER_RAY, Rays, SiteFacts, TermSpec, find_term, leaf_paths, leaves_by_path
+from ._structure import MAX_PREDICTORS, POINTS_PER_RAY, Rays, SiteFacts, TermSpec, find_term, leaf_paths, leaves_by_path
 
 _NUM_DRAWS = 64
 # Directions are prior deviations; five decades of step cover links that saturate and links that look linear.
 _RAY_SCALES = (1e-4, 1e-2, 0.3, 3.0, 30.0)
-_NUM_DIRECTIONS = 2
+# One more than a term may have predictors: on two directions any third number is a sum of two others.
+NUM_DIRECTIONS = MAX_PREDICTORS + 1
 # The farthest step where the model has loops whose length is known only as they run: a solver of differential equations takes as
 # many steps as its rates are large, without end at e^30.
 _REACH_OF_LOOPS = 3.0
@@ -225,7 +226,7 @@ class _StaticArgs:
         if own is not None:
             own_loc, own_sd = _robust_moments(own)
             call = dataclasses.replace(call, local=own_loc)
-        noise = jax.random.normal(direction_key, (_NUM_DIRECTIONS, call.layout.dim), loc.dtype)
+        noise = jax.random.normal(direction_key, (NUM_DIRECTIONS, call.layout.dim), loc.dtype)
         looked = _with_sides(ray_points(loc, sd * noise, look.closed.jaxpr), loc, sd, noise[0])
         # What holds at the parameters' start alone is told from what holds for all of their values.
         several = [params, moved_values(params, self.sites, direction_key)] if params else [params]
@@ -238,7 +239,7 @@ class _StaticArgs:
         if any(_samples(f) for f in self.facts.values()):
             first = look(arrays, params, call.local, looked[0])
         points = jnp.concatenate([looked[:-2]] * len(several))
-        checks = loc + jnp.asarray(_CHECK_STEPS, loc.dtype)[:, None] * sd * noise
+        checks = loc + jnp.asarray(_CHECK_STEPS, loc.dtype)[:, None] * sd * noise[: len(_CHECK_STEPS)]
         own_checks, local = None, None
         if own_loc is not None and own_sd is not None:
             noise = jax.random.normal(jax.random.fold_in(direction_key, 1), own_loc.shape, loc.dtype)
@@ -389,7 +390,7 @@ def _real(value) -> Array:
 def ray_steps() -> Float[np.ndarray, "P"]:
     """How many sds every point of a block lies from the first, which is the prior's location."""
     steps = [s * k / (POINTS_PER_RAY - 1) for s in _RAY_SCALES for k in range(1, POINTS_PER_RAY)]
-    return np.asarray([0.0, *steps * _NUM_DIRECTIONS])
+    return np.asarray([0.0, *steps * NUM_DIRECTIONS])
 
 
 def _facts(name: str, site: dict, rows: RowAxes) -> SiteFacts:
@@ -454,7 +455,7 @@ def _may_be_quadratic(fn) -> bool:
 def rays_of(blocks: int) -> Rays:
     """The rays, once for every block of points: those at the parameters' start, and those at moved ones."""
     per_ray = POINTS_PER_RAY - 1
-    count = _NUM_DIRECTIONS * len(_RAY_SCALES)
+    count = NUM_DIRECTIONS * len(_RAY_SCALES)
     index = 1 + np.arange(count * per_ray).reshape(count, per_ray)
     one = np.concatenate([np.zeros((count, 1), int), index], axis=1)
     return Rays(np.concatenate([one + b * (count * per_ray + 1) for b in range(blocks)]), blocks)
@@ -523,7 +524,7 @@ class SeenFactor:
 
     ``trace``: NumPyro's trace of the factor's own sites, given values of all latents by name and of the model's params;
     ``layout``: of the latents asked about, in one vector; ``others``: values of all latents by name, at several places;
-    ``points``: Float[3, D], values of the vector: where rays begin, and what they run towards.
+    ``points``: Float[K+1, D], values of the vector: where rays begin, and what each of them runs towards.
     """
 
     trace: Callable[[dict, dict], dict]
@@ -531,7 +532,7 @@ class SeenFactor:
     rows: RowAxes
     others: Sequence[dict[str, Array]]
     params: dict
-    points: Float[Array, "3 D"]
+    points: Float[Array, "K+1 D"]
 
 
 def predictor_terms(factor: SeenFactor) -> tuple[TermSpec, ...] | None:

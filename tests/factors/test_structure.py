@@ -55,6 +55,15 @@ def two_latents(x, y):
         numpyro.sample("obs", dist.StudentT(nu, x @ w, scale), obs=y)
 
 
+def three_numbers(x, y):
+    """No covariates: the three parameters are the same numbers in every row."""
+    loc = numpyro.sample("loc", dist.Normal(0.0, 5.0))
+    scale = numpyro.sample("scale", dist.HalfNormal(2.0))
+    nu = numpyro.sample("nu", dist.Gamma(2.0, 0.1))
+    with numpyro.plate("data", x.shape[0]):
+        numpyro.sample("obs", dist.StudentT(nu, loc, scale), obs=y)
+
+
 def softmax(x, y):
     w = numpyro.sample("w", dist.Normal(0, 1).expand([D, 3]).to_event(2))
     with numpyro.plate("data", x.shape[0]):
@@ -107,6 +116,7 @@ LIKELIHOODS = {
         ("scale",),
     ),
     "student, all unknown": (two_latents, REAL, "draws", (), ("scale", "nu")),
+    "student, three numbers": (three_numbers, REAL, "draws", (), ("scale", "nu")),
     "laplace": (regression(lambda u: dist.Laplace(u, 1.0)), REAL, "affine", (1,), ()),
     "cauchy": (regression(lambda u: dist.Cauchy(u, 1.0)), REAL, "affine", (1,), ()),
     "logit": (regression(lambda u: dist.Bernoulli(logits=u)), BINARY, "affine", (1,), ()),
@@ -150,6 +160,12 @@ def hierarchical():
     return numpyro.sample("w", dist.Normal(0, tau).expand([D]))
 
 
+def one_of_a_hierarchy():
+    centre = numpyro.sample("centre", dist.Normal(0, 2))
+    tau = numpyro.sample("tau", dist.HalfNormal(1.0))
+    return numpyro.sample("w", dist.Normal(centre, tau)) * jnp.ones(D)
+
+
 def hyper_mean():
     centre = numpyro.sample("centre", dist.Normal(0, 2))
     return numpyro.sample("w", dist.Normal(centre, 0.5).expand([D]).to_event(1))
@@ -168,6 +184,7 @@ PRIORS = {
     "gamma": (lambda: numpyro.sample("w", dist.Gamma(2.0, 1.0).expand([D])), set(), "affine"),
     "beta": (lambda: numpyro.sample("w", dist.Beta(2.0, 3.0).expand([D])), set(), "affine"),
     "hierarchical": (hierarchical, set(), "affine"),
+    "hierarchical, one number": (one_of_a_hierarchy, {"centre"}, "draws"),
     "student, event": (lambda: numpyro.sample("w", dist.StudentT(4.0, 0, 1).expand([D]).to_event(1)), set(), "draws"),
     "dirichlet": (lambda: numpyro.sample("w", dist.Dirichlet(jnp.ones(D))), set(), "draws"),
 }

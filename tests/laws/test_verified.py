@@ -107,7 +107,10 @@ def test_a_missed_kink_is_seen_named_and_given_up(monkeypatch):
     # What had been claimed, and would have been said to have converged.
     assert result.losses[0] < value - 10
     again = pvi.run(KEY, 1, SOUTH, FALLING, init_state=result.state, progress_bar=False)
-    assert again.info.notes == result.info.notes
+    assert again.info.notes == result.info.notes and "differs from the model" not in again.message
+    # Who has no more rounds is told that the last ones were under what the model contradicts.
+    short = pvi.run(KEY, 1, SOUTH, FALLING, progress_bar=False).message
+    assert short.startswith("ran 1 rounds: group 'south': its likelihood was taken") and "init_state" in short
 
 
 def test_what_holds_is_left_alone(monkeypatch):
