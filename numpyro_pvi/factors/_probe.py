@@ -37,7 +37,17 @@ from ._model import (
     with_wide_observations,
 )
 from ._proof import LATENTS, Form, TracedLook, forms_of, marked, moved_values, trace_look, unmarked
-from ._structure import MAX_PREDICTORS, POINTS_PER_RAY, Rays, SiteFacts, TermSpec, find_term, leaf_paths, leaves_by_path
+from ._structure import (
+    MAX_PREDICTORS,
+    POINTS_PER_RAY,
+    Rays,
+    SiteFacts,
+    TermSpec,
+    find_term,
+    in_parts,
+    leaf_paths,
+    leaves_by_path,
+)
 
 _NUM_DRAWS = 64
 # Directions are prior deviations; five decades of step cover links that saturate and links that look linear.
@@ -64,6 +74,17 @@ GAUSSIAN = (
     dist.CAR,
     dist.ImproperUniform,
     dist.Unit,
+)
+# NumPyro's distributions of single numbers whose density depends on the distance of the value from ``loc``.
+LOCATION_FAMILIES = (
+    dist.Normal,
+    dist.StudentT,
+    dist.Cauchy,
+    dist.Laplace,
+    dist.Logistic,
+    dist.Gumbel,
+    dist.SoftLaplace,
+    dist.AsymmetricLaplace,
 )
 # Rows in which structure is looked for: a pass over millions for every point would take gigabytes and seconds. What is not proved
 # is verified at draws from q over all rows.
@@ -150,7 +171,7 @@ def run_probe(
     ``call.model`` is; None where that cannot be told, and the probe is traced anew. Returns the probe, on the host.
     """
     arrays, statics = split_arguments(call.args, call.kwargs)
-    facts = {n: _facts(n, s, rows) for n, s in trace.items() if _is_sampled(s)}
+    facts = {n: _facts(n, s, rows, parts=True) for n, s in trace.items() if _is_sampled(s)}
 
     def make() -> tuple:
         own_sites = {n: s for n, s in trace.items() if s["type"] == "param"}
@@ -360,7 +381,8 @@ class _StaticArgs:
                 outside[name] = jnp.sum(density)
             if axis is not None:
                 rows[name] = rows_first(density, axis.dim)
-            leaves[name] = leaves_by_path(site["fn"])
+            own = self.facts.get(name)
+            leaves[name] = leaves_by_path(in_parts(site["fn"])[0] if own is not None and own.apart else site["fn"])
         return {"rows": rows, "latents": latents, "leaves": leaves, "outside": outside}
 
     def _all_rows(self, call: ModelCall, point) -> Float[Array, "N"]:
@@ -393,9 +415,10 @@ def ray_steps() -> Float[np.ndarray, "P"]:
     return np.asarray([0.0, *steps * NUM_DIRECTIONS])
 
 
-def _facts(name: str, site: dict, rows: RowAxes) -> SiteFacts:
-    fn, axis = site["fn"], rows.of(site)
-    latent = is_latent(site)
+def _facts(name: str, site: dict, rows: RowAxes, parts: bool = False) -> SiteFacts:
+    """What is known of a site beforehand. ``parts``: whether independent numbers of a latent's event are elements of it."""
+    axis, latent = rows.of(site), is_latent(site)
+    fn, apart = in_parts(site["fn"]) if parts and latent and axis is None else (site["fn"], 0)
     elementwise = False
     if latent:
         transform = biject_to(fn.support)
@@ -411,7 +434,16 @@ def _facts(name: str, site: dict, rows: RowAxes) -> SiteFacts:
         row_key=None if axis is None or rows.whole else axis.key,
         row_dim=None if axis is None or rows.whole else axis.dim,
         may_be_quadratic=_may_be_quadratic(fn),
+        apart=apart,
+        location=_location_of(fn) if latent else "",
     )
+
+
+def _location_of(fn: Any, prefix: str = "") -> str:
+    """Path of the location of a distribution whose density depends on the distance from it alone; empty where there is none."""
+    while isinstance(fn, dist.ExpandedDistribution | dist.MaskedDistribution):
+        fn, prefix = fn.base_dist, f"{prefix}base_dist/"
+    return f"{prefix}loc" if type(fn) in LOCATION_FAMILIES else ""
 
 
 def _samples(facts: SiteFacts) -> bool:

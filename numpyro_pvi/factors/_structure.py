@@ -26,7 +26,8 @@ from ._proof import LATENTS, Form
 #
 # An observed site whose parameters are ``link^-1(a_n^T theta + c_n)`` is such a term (every GLM is), and so is a
 # latent's own prior when it depends on its coordinate and at most one more predictor (a HalfNormal scale, a Normal with
-# an unknown scale).
+# an unknown scale). A prior with an unknown location and an unknown scale depends on the distance from the location, and on
+# the scale.
 
 # (link, inverse): a parameter p has predictor link(p). Tried in this order.
 LINKS = {
@@ -44,11 +45,15 @@ _COMPUTED = {dist.OrderedLogistic: ("probs",)}
 
 @dataclasses.dataclass(frozen=True)
 class Predictor:
-    """One affine predictor: where it is read (a parameter's path, or ``value``), under which link, and whether rows share it."""
+    """One affine predictor: where it is read (a parameter's path, or ``value``), under which link, and whether rows share it.
+
+    ``location``: of a latent's value, the path of the location that it is measured from; empty where it is the value itself.
+    """
 
     path: str
     link: str
     shared: bool
+    location: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +78,8 @@ class TermSpec:
     row_dim: int | None = None
     # Whether the predictors are proved for all latents and parameters, and not found at a few points.
     proved: bool = False
+    # How many axes of its events, which `to_event` made of independent numbers, are elements of the term.
+    apart: int = 0
 
 
 @jax.tree_util.register_dataclass
@@ -92,6 +99,14 @@ class TermData:
     constant: tuple
     # numpyro.handlers.scale of the site.
     scale: Any
+
+
+def in_parts(fn: dist.Distribution) -> tuple[dist.Distribution, int]:
+    """A distribution of independent numbers without the ``to_event`` around it, and how many axes that made an event of."""
+    if not isinstance(fn, dist.Independent):
+        return fn, 0
+    inner, axes = in_parts(fn.base_dist)
+    return inner, axes + fn.reinterpreted_batch_ndims
 
 
 def leaf_paths(fn: dist.Distribution, prefix: str = "") -> list[tuple[str, int | None]]:
@@ -162,10 +177,12 @@ def read_predictors(call: TracedAt, spec: TermSpec, point: Float[Array, "D"]) ->
     """The term's predictors at a flat point: scalars when shared, else in the site's batch shape."""
     trace, _ = call.trace(point)
     fn = trace[spec.site]["fn"]
+    fn = in_parts(fn)[0] if spec.apart else fn
     values = []
     for predictor in spec.predictors:
         if predictor.path == OWN_VALUE:
             own = call.layout.unflatten(point)[spec.site]
+            own = own - leaves_by_path(fn)[predictor.location] if predictor.location else own
             values.append(jnp.reshape(own, ()) if predictor.shared else jnp.broadcast_to(own, fn.batch_shape))
             continue
         leaf = LINKS[predictor.link][0](leaves_by_path(fn)[predictor.path])
@@ -196,17 +213,20 @@ def prepare_term(call: TracedAt, spec: TermSpec, few: bool = False, design: bool
     flat_offset = tuple(o.reshape(-1) if o.ndim else o for o in offset)
     trace, _ = call.trace(origin)
     site = trace[spec.site]
-    leaves = leaves_by_path(site["fn"])
+    fn = in_parts(site["fn"])[0] if spec.apart else site["fn"]
+    leaves = leaves_by_path(fn)
     constant = []
     for leaf in spec.leaves:
         explained = sum(
             (c * o for c, o in zip(leaf.coefficients, offset, strict=True)), start=jnp.zeros((), origin.dtype)
         )
-        basis = any(p.path == leaf.path for p in spec.predictors)
+        # A location from which values are measured is 0.
+        basis = any(leaf.path in (p.path, p.location) for p in spec.predictors)
         constant.append(jnp.zeros(()) if basis else LINKS[leaf.link][0](leaves[leaf.path]) - explained)
     value = None if spec.latent else site["value"]
     scale = jnp.ones((), origin.dtype) if site["scale"] is None else jnp.asarray(site["scale"], origin.dtype)
-    return TermData(site["fn"], value, found, flat_offset, tuple(constant), scale)
+    scale = scale.reshape(scale.shape + (1,) * spec.apart) if scale.ndim else scale
+    return TermData(fn, value, found, flat_offset, tuple(constant), scale)
 
 
 def term_log_prob(spec: TermSpec, data: TermData, predictors: tuple[Float[Array, "..."], ...]) -> Float[Array, "E"]:
@@ -301,6 +321,10 @@ class SiteFacts:
     # False for a distribution that is never Gaussian in its parameters. Under a narrow prior the rays are short, and a
     # Laplace density whose kinks they do not reach, or a Student-t far from its bend, has no third difference.
     may_be_quadratic: bool = True
+    # How many axes of its events are independent numbers, which count as axes of the batch here.
+    apart: int = 0
+    # Path of the parameter that values are measured from where the density depends on the difference alone; or empty.
+    location: str = ""
 
 
 def is_quadratic(values: np.ndarray, rays: Rays) -> bool:
@@ -375,13 +399,51 @@ def find_term(
     """
     if facts.event_dim or (facts.latent and not facts.elementwise):
         return None
-    count = int(np.prod(facts.batch_shape)) if facts.batch_shape else 1
-    basis: list[tuple[Predictor, np.ndarray]] = []
-    derived: list[DerivedLeaf] = []
-    if own is not None:
-        flat = np.asarray(own, np.float64).reshape(own.shape[0], -1)
-        basis.append((Predictor(OWN_VALUE, "identity", count == 1), np.broadcast_to(flat, (flat.shape[0], count))))
-    event_dims, proved = dict(facts.leaf_event_dims), True
+    first = first or {path: values[0] for path, values in leaves.items()}
+    if own is None:
+        return _with_parameters(facts, _Basis(), leaves, rays, forms, first)
+    flat = np.asarray(own, np.float64).reshape(own.shape[0], -1)
+    count = _num_elements(facts)
+    value = np.broadcast_to(flat, (flat.shape[0], count))
+    predictor = Predictor(OWN_VALUE, "identity", count == 1)
+    found = _with_parameters(facts, _Basis(((predictor, value),)), leaves, rays, forms, first)
+    if found is not None or not facts.location:
+        return found
+    location = leaves[facts.location]
+    judged = _judge_link(location, rays, None if forms is None else forms[facts.location], first[facts.location])
+    if judged is None or judged[0] != "identity":
+        return None
+    apart = value - _broadcast_elements(judged[1], facts.batch_shape)
+    predictor = dataclasses.replace(predictor, location=facts.location)
+    basis = _Basis(((predictor, apart),), (DerivedLeaf(facts.location, "identity", (0.0,)),), judged[2])
+    rest = {path: values for path, values in leaves.items() if path != facts.location}
+    return _with_parameters(facts, basis, rest, rays, forms, first)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Basis:
+    """What a search for predictors begins with: predictors and their values, parameters made of them, and whether it is proved."""
+
+    predictors: tuple[tuple[Predictor, np.ndarray], ...] = ()
+    leaves: tuple[DerivedLeaf, ...] = ()
+    proved: bool = True
+
+
+def _num_elements(facts: SiteFacts) -> int:
+    return int(np.prod(facts.batch_shape)) if facts.batch_shape else 1
+
+
+def _with_parameters(
+    facts: SiteFacts,
+    start: _Basis,
+    leaves: dict[str, np.ndarray],
+    rays: Rays,
+    forms: dict[str, Form] | None,
+    first: dict[str, Any],
+) -> TermSpec | None:
+    """A term of the predictors that there are and those that its parameters add; None where these are too many."""
+    basis, derived, proved = list(start.predictors), list(start.leaves), start.proved
+    event_dims = dict(facts.leaf_event_dims)
     # Whole-row parameters first, so that a row's own predictor becomes the basis and derived ones are written through
     # it.
     for path in sorted(leaves, key=lambda p: (p.count("/"), p.startswith("_"), p)):
@@ -394,9 +456,7 @@ def find_term(
                 # It may be the data that hold it still.
                 proved = False
             continue
-        if event_dims.get(path) != 0:
-            return None
-        found = _judge_link(values, rays, form, values[0] if first is None else first[path])
+        found = _judge_link(values, rays, form, first[path]) if event_dims.get(path) == 0 else None
         if found is None:
             return None
         link, predictor, certain = found
@@ -420,7 +480,7 @@ def find_term(
     )
     names = tuple(p for p, _ in basis)
     proved = proved and forms is not None
-    return TermSpec(facts.name, facts.latent, names, padded, facts.row_key, facts.row_dim, proved)
+    return TermSpec(facts.name, facts.latent, names, padded, facts.row_key, facts.row_dim, proved, facts.apart)
 
 
 def _may_move(form: Form) -> bool:

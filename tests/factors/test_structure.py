@@ -166,6 +166,24 @@ def one_of_a_hierarchy():
     return numpyro.sample("w", dist.Normal(centre, tau)) * jnp.ones(D)
 
 
+def location_and_scale(made=dist.Normal):
+    centre = numpyro.sample("centre", dist.Normal(0, 2))
+    tau = numpyro.sample("tau", dist.HalfNormal(1.0))
+    with numpyro.plate("members", D):
+        w = numpyro.sample("w", made(centre, tau))
+    return w if w.ndim == 1 else w[:, 1]
+
+
+def in_an_event(centre, tau):
+    return dist.Normal(centre * jnp.arange(2.0), jnp.asarray(tau)[..., None]).to_event(1)
+
+
+def horseshoe():
+    tau = numpyro.sample("tau", dist.HalfCauchy(1.0))
+    local = numpyro.sample("local", dist.HalfCauchy(1.0).expand([D]).to_event(1))
+    return numpyro.sample("w", dist.Normal(0.0, tau * local).to_event(1))
+
+
 def hyper_mean():
     centre = numpyro.sample("centre", dist.Normal(0, 2))
     return numpyro.sample("w", dist.Normal(centre, 0.5).expand([D]).to_event(1))
@@ -184,8 +202,28 @@ PRIORS = {
     "gamma": (lambda: numpyro.sample("w", dist.Gamma(2.0, 1.0).expand([D])), set(), "affine"),
     "beta": (lambda: numpyro.sample("w", dist.Beta(2.0, 3.0).expand([D])), set(), "affine"),
     "hierarchical": (hierarchical, set(), "affine"),
-    "hierarchical, one number": (one_of_a_hierarchy, {"centre"}, "draws"),
-    "student, event": (lambda: numpyro.sample("w", dist.StudentT(4.0, 0, 1).expand([D]).to_event(1)), set(), "draws"),
+    "hierarchical, one number": (one_of_a_hierarchy, {"centre"}, "affine"),
+    "hierarchical, location and scale": (location_and_scale, {"centre"}, "affine"),
+    "hierarchical, student": (
+        lambda: location_and_scale(lambda m, s: dist.StudentT(4.0, 3.0 + m, s)),
+        {"centre"},
+        "affine",
+    ),
+    "hierarchical, a slope": (
+        lambda: location_and_scale(lambda m, s: dist.Laplace(m * jnp.arange(3.0) - 1, s)),
+        {"centre"},
+        "affine",
+    ),
+    "hierarchical, curved": (lambda: location_and_scale(lambda m, s: dist.Normal(jnp.exp(m), s)), {"centre"}, "draws"),
+    "hierarchical, positive": (lambda: location_and_scale(dist.LogNormal), {"centre"}, "draws"),
+    "student, event": (lambda: numpyro.sample("w", dist.StudentT(4.0, 0, 1).expand([D]).to_event(1)), set(), "affine"),
+    "hierarchical, event": (lambda: location_and_scale(in_an_event), {"centre"}, "affine"),
+    "horseshoe": (horseshoe, set(), "affine"),
+    "student, matrix": (
+        lambda: numpyro.sample("w", dist.StudentT(4.0, 0, jnp.ones(D)[:, None]).expand([D, 2]).to_event(2))[:, 0],
+        set(),
+        "affine",
+    ),
     "dirichlet": (lambda: numpyro.sample("w", dist.Dirichlet(jnp.ones(D))), set(), "draws"),
 }
 
