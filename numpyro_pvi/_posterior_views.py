@@ -44,7 +44,7 @@ _REFUSALS = {
     NOT_FINITE: "a factor's log density was not finite there",
 }
 _REMEDIES = {
-    FELL: "Start nearer (init_params, or init_sites='curvature'), narrow the priors, scale the columns to sds near 1, or pass "
+    FELL: "Start nearer ({start}), narrow the priors, scale the columns to sds near 1, or pass "
     "Synchronous(damping=0.25); under draws, more of them (num_draws). Where the fall is within "
     "rounding, jax.config.update('jax_enable_x64', True)",
     IMPROPER: "Narrow the priors, pass Synchronous(damping=0.25), or start with init_sites='prior'",
@@ -117,6 +117,7 @@ def standstill(state: PVIState) -> str:
     worst, why = int(np.argmax(report.asked)), int(report.why)
     who, asked = named(labels_of(state.plan)[worst]), float(report.asked[worst])
     size = f"{asked:.2g} posterior sds" if np.isfinite(asked) else "no finite move"
+    start = "init_params, or init_sites='curvature'" if state.plan.starts_curved else "init_params"
     if why == VISITS:
         return (
             f"the visits that the schedule allows ended before {who} had settled (about {size} are left), and it does not come "
@@ -125,7 +126,7 @@ def standstill(state: PVIState) -> str:
     return (
         f"{who} asks for {size}, all together for {float(report.estimate):.2g}, but every step was refused in the last "
         f"{int(report.refused)} rounds because {_REFUSALS.get(why, _REFUSALS[FELL])}; q is not at an optimum. "
-        f"{_REMEDIES.get(why, _REMEDIES[FELL])}"
+        f"{_REMEDIES.get(why, _REMEDIES[FELL]).format(start=start)}"
     )
 
 

@@ -155,6 +155,11 @@ class Plan:
         return {}
 
     @property
+    def starts_curved(self) -> bool:
+        """Whether ``init_sites="curvature"`` is for such a fit."""
+        return True
+
+    @property
     def by_slopes(self) -> bool:
         """Whether any factor that may jump is taken to change as its slopes say."""
         return any(may_jump(self.partition, factor) for factor in ("likelihood", "prior factor"))

@@ -149,13 +149,15 @@ class Place(NamedTuple):
     rule: Any = None
 
 
-def walks(slow, start, dim, rounds, count=24):
+def walks(slow, start, dim, rounds, count=24, others=1.0):
     """Averaged steps whose full ones go to 0, but for the first coordinate's, of which they go a share; noise of .15 sds each.
+
+    ``others``: the share of all others.
 
     Returns, by walk, the last places, the steps afterwards, and how far q is said to have drifted in every round.
     """
     problem, one = Noisy(NormalFamily(dim)), jnp.ones(dim)
-    share = one.at[0].set(slow)
+    share = (others * one).at[0].set(slow)
 
     def at(x):
         return Place(GaussianNatural(x, one), GaussianMoments(x, one, jnp.zeros(()), jnp.array(True)))
@@ -197,6 +199,20 @@ def test_noise_alone_is_no_drift(dim):
     # Variance of the weighted mean of independent targets, see above, at the steps that Kesten's rule leads to.
     assert np.mean(x**2) == pytest.approx(0.15**2 * np.mean(step) * 100 / 190, rel=0.5)
     assert np.mean(step) < 0.08
+
+
+def test_many_coordinates_that_wander_about_their_end_are_averaged(monkeypatch):
+    """Moves that hardly turn back are told from a drift in one coordinate of hundreds by no more than chance."""
+    x, step, _ = walks(0.1, 0.0, 200, 120, count=8, others=0.1)
+    monkeypatch.setattr(_acceptance, "_FEW_COORDINATES", 200)
+    # The planted fault: the largest of all is held to what one may be.
+    wandering, long, _ = walks(0.1, 0.0, 200, 120, count=8, others=0.1)
+    assert np.mean(step) < 0.3 and np.mean(long) > 0.9
+    assert np.mean(x**2) < 0.4 * np.mean(wandering**2)
+    monkeypatch.undo()
+    # A drift is reported all the same, and steps stay long enough for it to arrive.
+    far, _, drifts = walks(0.05, 3.0, 200, 150, count=8)
+    assert np.all(drifts[:, :40].max(axis=1) > 0.3) and np.sqrt(np.mean(far[:, 0] ** 2)) < 0.8
 
 
 def largest_steps(pairs):

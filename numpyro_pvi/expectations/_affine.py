@@ -37,6 +37,7 @@ from ..factors import (
     unread_held,
 )
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural
+from ._closed_forms import closed_form, has_closed_form
 from ._expected import Expected
 from ._rules import RULES, TOLERANCE, fixed_nodes
 from .quadrature import Share, derivatives, expect_1d, expect_2d, refined, rule_index
@@ -243,10 +244,12 @@ def _error_beyond_rounding(error: Array, size: Array, mean: tuple) -> Array:
 
 
 def _row_expectations(spec: TermSpec, data: TermData, mean: tuple, covariance: dict, level, num_rules: int):
-    """Quadrature of every row: ``(E f, E f' by predictor, E f'' by pair, absolute error)``."""
+    """Expectations of every row: ``(E f, E f' by predictor, E f'' by pair, absolute error)``."""
     size = math.prod(data.fn.batch_shape)
     mean = tuple(jnp.broadcast_to(m, (size,)) for m in mean)
     spread = {k: jnp.broadcast_to(v, (size,)) for k, v in covariance.items()}
+    if has_closed_form(spec, data.fn):
+        return closed_form(spec, data, mean, spread)
     return over_predictors(partial(_evaluate, spec, data), mean, spread, level, num_rules)[:4]
 
 

@@ -103,7 +103,7 @@ from ._planner import (
 )
 from ._probe import GAUSSIAN, NUM_DIRECTIONS, SeenFactor, predictor_terms
 from ._proof import CALLS, Form, Statistics, called_jaxpr, forms_of, is_affine, marked, unmarked
-from ._structure import DerivedLeaf, Predictor, TermData, TermSpec, prepare_term, term_log_prob, unread_held
+from ._structure import OWN_VALUE, DerivedLeaf, Predictor, TermData, TermSpec, prepare_term, term_log_prob, unread_held
 
 # A handler cannot import the planner, which is a later room: the planner hands itself over.
 Partition.planner = staticmethod(make_plan)

@@ -298,6 +298,11 @@ class ProductPlan(Plan):
         return alone and self.prior_factor is None and not self.inside
 
     @property
+    def starts_curved(self) -> bool:
+        """Whether ``init_sites="curvature"`` is for such a fit: q starts at the prior."""
+        return False
+
+    @property
     def by_slopes(self) -> bool:
         """Whether any factor that may jump is taken to change as its slopes say; moments are of values."""
         factors = (self.likelihood, self.prior_factor)

@@ -328,9 +328,11 @@ def move_in_nats(
 
 # Rounds that moves are averaged over at least, and how many more for every round that counts as late.
 _WINDOW, _WINDOW_SHARE = 10.0, 0.5
-# Rounds that a mean move has to rest on, and its square in units of what noise alone makes of it, above which it is a drift and
-# above which steps lengthen.
+# Rounds that a mean move has to rest on; its square, in units of what noise alone makes of it, above which it is a drift; and how
+# many times what is put up with it is where steps lengthen.
 _LEAST_SEEN, _DRIFTS, _CLEARLY = 6.0, 1.0, 2.0
+# The coordinates among which the largest such square is put up with up to a drift; it grows with the log of their number.
+_FEW_COORDINATES = 4
 
 
 class Averaging(NamedTuple):
@@ -370,6 +372,11 @@ class Averaging(NamedTuple):
         seen = (two > 0) & (one**2 >= _LEAST_SEEN * two)
         chance = self.square * two / jnp.where(one > 0, one, 1.0)
         return jnp.where(seen & (chance > 0), self.mean**2 / jnp.where(chance > 0, chance, 1.0), 0.0)
+
+    @property
+    def chance(self) -> float:
+        """What excess is put up with: in one of hundreds of coordinates chance alone makes moves add up, and steps would stay."""
+        return max(_DRIFTS, math.log(max(self.mean.shape[-1], 1) / _FEW_COORDINATES))
 
     @property
     def excess(self) -> Float[Array, ""]:
@@ -419,7 +426,7 @@ def average_late(problem: ByDraws, state: Averaging, new: Placed, old: Placed) -
     on = inner * dim**0.5 > size * (1 + jnp.finfo(size.dtype).eps ** 0.5)
     sds = problem.family.sds(new.moments)
     after = state.remembering(jnp.where(sds > 0, shift / jnp.where(sds > 0, sds, 1.0), 0.0).astype(shift.dtype))
-    back, on = back & (after.excess <= _DRIFTS), (on & (size > 0)) | (after.excess > _CLEARLY)
+    back, on = back & (after.excess <= after.chance), (on & (size > 0)) | (after.excess > _CLEARLY * after.chance)
     late = jnp.maximum(state.late + back.astype(jnp.int32) - on.astype(jnp.int32), 0)
     moved = jnp.any(shift != 0)
     counted = after._replace(late=late, shift=jnp.where(moved, shift, state.shift))
