@@ -731,6 +731,10 @@ def _inside_ndtr(forms: list[Form]) -> Form:
 def _add_rule(eqn: Any, forms: list[Form], statistics: Statistics) -> Form:
     if eqn.primitive.name == "sub":
         forms = [forms[0], _negative(forms[1])]
+    # A support that begins at 0 is reached by adding it.
+    moving = [form for form in forms if not (form.constant and form.value == 0.0)]
+    if len(moving) == 1:
+        return moving[0]._replace(labels=all_labels(forms))
     return add(forms, statistics, eqn.primitive.name)
 
 

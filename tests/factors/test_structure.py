@@ -166,9 +166,9 @@ def one_of_a_hierarchy():
     return numpyro.sample("w", dist.Normal(centre, tau)) * jnp.ones(D)
 
 
-def location_and_scale(made=dist.Normal):
+def location_and_scale(made=dist.Normal, scale=None):
     centre = numpyro.sample("centre", dist.Normal(0, 2))
-    tau = numpyro.sample("tau", dist.HalfNormal(1.0))
+    tau = numpyro.sample("tau", dist.HalfNormal(1.0) if scale is None else scale)
     with numpyro.plate("members", D):
         w = numpyro.sample("w", made(centre, tau))
     return w if w.ndim == 1 else w[:, 1]
@@ -217,6 +217,11 @@ PRIORS = {
     "hierarchical, curved": (lambda: location_and_scale(lambda m, s: dist.Normal(jnp.exp(m), s)), {"centre"}, "draws"),
     "hierarchical, positive": (lambda: location_and_scale(dist.LogNormal), {"centre"}, "draws"),
     "student, event": (lambda: numpyro.sample("w", dist.StudentT(4.0, 0, 1).expand([D]).to_event(1)), set(), "affine"),
+    "hierarchical, truncated scale": (
+        lambda: location_and_scale(scale=dist.TruncatedNormal(0.5, 1.0, low=0.0)),
+        {"centre"},
+        "affine",
+    ),
     "hierarchical, event": (lambda: location_and_scale(in_an_event), {"centre"}, "affine"),
     "horseshoe": (horseshoe, set(), "affine"),
     "student, matrix": (
