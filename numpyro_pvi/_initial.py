@@ -328,8 +328,8 @@ def better_start(
         other = at_guide_start(pvi.guide, state)
         for each in (state, other):
             pvi._followed.programs.note(each)
-        # Two looks, and how far apart they are: compiled as what is run once.
-        loss = functools.partial(pvi._loss_under, pvi._engine, often=False)
+        # Two looks, and how far apart they are: compiled as what is run once, without the finest of quadrature rules.
+        loss = functools.partial(pvi._loss_under, pvi._engine, often=False, exact=False)
         here, there = (float(loss(s, dynamic, static)) for s in (state, other))
         if not math.isfinite(here) or here > planned.far_worse * abs(there):
             return other

@@ -763,7 +763,7 @@ class PVI(SVI):
         return done
 
     def _loss_under(
-        self, engine: Any, state: PVIState, dynamic: list, static: tuple, often: bool = True
+        self, engine: Any, state: PVIState, dynamic: list, static: tuple, often: bool = True, exact: bool = True
     ) -> Float[Array, ""]:
         state = with_prior_of_now(self, state, dynamic, static)
         fine, state = state.plan.fine or is_traced((state, dynamic)), reduced(state, engine)
@@ -771,7 +771,7 @@ class PVI(SVI):
         state, dynamic = placed(engine, state, dynamic, static)
         call = engine, state, dynamic, static
         loss, missed = self.runtime.fetch(self.runtime.call(evaluate_loss, *call, fine=fine, level=level))
-        if not fine and bool(missed):
+        if exact and not fine and bool(missed):
             loss, _ = self.runtime.fetch(self.runtime.call(evaluate_loss, *call, fine=True, level=level))
         return loss
 

@@ -20,7 +20,7 @@ from numpyro_pvi._exponential_plan import components_of, narrow_members
 from numpyro_pvi.factors import _planner
 from numpyro_pvi.factors._mechanism import is_hostile
 from numpyro_pvi.families import BernoulliFamily
-from numpyro_pvi.runtime import _starts
+from numpyro_pvi.runtime import _refinement, _starts
 from numpyro_pvi.schedules import StochasticSubset, _acceptance
 
 
@@ -494,3 +494,48 @@ def test_another_start_of_families_is_as_narrow_as_gaussian_guides_begin():
         np.array_equal(x, z)
         for x, z in zip(*map(jax.tree.leaves, (found.parts["on"], known.start.parts["on"])), strict=True)
     )
+
+
+def members(g, y):
+    """Heavy-tailed members of unknown location and scale, seen with noise."""
+    centre, spread = numpyro.sample("centre", dist.Normal(0, 2)), numpyro.sample("spread", dist.HalfNormal(1.0))
+    with numpyro.plate("members", 4):
+        w = numpyro.sample("w", dist.StudentT(4.0, centre, spread))
+    with numpyro.plate("rows", len(y)):
+        numpyro.sample("y", dist.Normal(w[g], 0.5), obs=y)
+
+
+@pytest.fixture(scope="module")
+def member_rows():
+    g = np.tile(np.arange(4), 3)
+    return g, np.array([1.4, 0.2, 1.1, 3.0])[g] + 0.5 * np.random.default_rng(3).normal(size=12)
+
+
+def test_a_rough_look_at_a_fresh_q_is_enough_for_a_first_step(member_rows, tolerance):
+    """Members differ by many of the spread's smallest values: of the finest rule alone, which rounds then need no more.
+
+    The loss of a fresh state is held to what losses are held to, and so is compiled with that rule.
+    """
+    pvi = PVI(Partition(members, "rows", 3), AutoNormal(members))
+    begun = pvi.init(jax.random.key(0), *member_rows)
+    finest = dataclasses.replace(begun, plan=dataclasses.replace(begun.plan, fine=True))
+    loss = float(pvi.evaluate(finest, *member_rows))
+    assert float(pvi.evaluate(begun, *member_rows)) == pytest.approx(loss, rel=tolerance)
+    rough, exact = (
+        pvi.run(jax.random.key(0), 60, *member_rows, init_state=s, tol=1e-4, progress_bar=False)
+        for s in (begun, finest)
+    )
+    assert not rough.state.plan.fine
+    assert rough.converged and exact.converged
+    assert float(rough.losses[0]) < loss
+    assert float(rough.losses[-1]) == pytest.approx(float(exact.losses[-1]), abs=1e-4)
+
+
+def test_the_law_sees_rough_looks_that_are_not_enough(member_rows, monkeypatch):
+    """Held to what later rounds are held to, a fresh state asks for the finest rule."""
+    monkeypatch.setattr(_refinement, "ROUGH_TOLERANCE", _refinement.LOOSE_TOLERANCE)
+    jax.clear_caches()
+    pvi = PVI(Partition(members, "rows", 3), AutoNormal(members))
+    state = pvi.update(pvi.init(jax.random.key(0), *member_rows), *member_rows)[0]
+    jax.clear_caches()
+    assert state.plan.fine

@@ -273,7 +273,7 @@ def _next_feature(slope_fn: SlopeFn, rows: RowMap) -> tuple[Array, Array]:
 
     def halve(carry: tuple) -> tuple:
         # New points are evaluated last and used in the next turn: used at once, the compiler would repeat their
-        # evaluation in every array that the choice between the halves produces.
+        # evaluation in every array that the choice between the halves produces. The first turn has none to use, and moves no row.
         count, (left, middle, right), inner, go = carry
         first, second = (jax.tree.map(lambda a, k=k: a[k], inner) for k in (0, 1))
         first, second = (left, first, middle), (middle, second, right)
@@ -286,8 +286,11 @@ def _next_feature(slope_fn: SlopeFn, rows: RowMap) -> tuple[Array, Array]:
     low, high = rows.forward(rows.low), rows.forward(rows.high)
     steps = jnp.linspace(0.0, 1.0, 2 * _NUM_CELLS + 1, dtype=dtype).reshape((-1,) + (1,) * low.ndim)
     start = _worst_cell(points(low + (high - low) * steps), rows.anchor)
+    none = jax.tree.map(lambda a: jnp.stack([a, a]), start[1])
     _, (left, middle, right), _, _ = jax.lax.while_loop(
-        lambda carry: (carry[0] < rounds) & jnp.any(carry[3]), halve, (0, start, between(start), crooked(start))
+        lambda carry: (carry[0] <= rounds) & ((carry[0] == 0) | jnp.any(carry[3])),
+        halve,
+        (0, start, none, jnp.zeros(low.shape, bool)),
     )
     span = right.x - left.x
     zoomed = span < 0.75 * (start[2].x - start[0].x)

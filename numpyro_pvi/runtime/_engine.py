@@ -45,7 +45,7 @@ from ._factors import Draws, FactorData
 from ._local import BARRED_LEFT, LocalProblem
 from ._moments import evidence, first_row_sites, moments_missed, noise_floor, solver_of_prior
 from ._programs import FactorReader, RowStream, beside_rows, first_conditionals, whole_call
-from ._refinement import LOOSE_MOVE, LOOSE_TOLERANCE, wide_rows
+from ._refinement import LOOSE_MOVE, LOOSE_TOLERANCE, held_to, wide_rows
 from ._row_problem import first_numbers, row_problem, rows_proper
 from ._starts import Comparison, first_local_sites, first_sites, start_arrivals
 from ._tilted import chains_wanted, keeps_rows, most_chunks, refuse_rows, with_chains
@@ -725,6 +725,7 @@ class Engine(FitsParams):
         """Negative global ELBO at a state in nats, and whether rows asked for a finer quadrature rule than was compiled in."""
         others = None if state.sites.others is None else sum_slots(state.sites.others)
         problem = self._state_problem(state, others, args, kwargs, fine)
+        state = dataclasses.replace(state, rule=held_to(state.rule))
         evaluation = self.carry(problem, present_alone(state)).evaluation
         return -evaluation.elbo, evaluation.missed & (not fine)
 

@@ -31,18 +31,21 @@ from ..solvers import LocalResult
 # Relative quadrature error that does no harm while q still moves by more than a posterior sd in a round.
 LOOSE_TOLERANCE = 2e-2
 LOOSE_MOVE = 1.0
+# The same of a fresh state's q, for which the finest rule is not compiled: nothing is made of it but a first step, of several sds,
+# which is shortened until the loss falls.
+ROUGH_TOLERANCE = 1.0
 
 
 def first_rule(dtype, spread: Float[Array, ""] | None = None, cheaper: Any = 0) -> Rule:
     """The rule of a fresh state: the cheapest, or (less ``cheaper``) the one for predictors known to be so wide."""
     zero = jnp.zeros((), dtype)
-    loose = zero + LOOSE_TOLERANCE
+    rough = zero + ROUGH_TOLERANCE
     # Nothing compared yet: as if q had come from far away.
     points = Points(jnp.zeros((2,), bool), jnp.full((2,), jnp.inf, dtype), zero + jnp.inf)
     if spread is None:
-        return Rule(jnp.int32(0), zero, zero, loose, points)
+        return Rule(jnp.int32(0), zero, zero, rough, points)
     level = jnp.clip(rule_index(spread) - cheaper, 0, len(FIXED_RULES) - 1).astype(jnp.int32)
-    return Rule(level, spread, spread, loose, points)
+    return Rule(level, spread, spread, rough, points)
 
 
 def cheaper_rule(rule: Rule) -> Rule:
@@ -84,7 +87,12 @@ def escalate(
     ``evaluate``: the index of a quadrature rule to ``(result, relative error)``; ``rule``: where to start, and the tolerance.
     Returns ``(result, rule used, relative error)``; the error is above the tolerance only where the finest rule missed it.
     """
-    return refined(evaluate, rule.level, rule.tolerance, num_rules)
+    return refined(evaluate, rule.level, held_to(rule).tolerance, num_rules)
+
+
+def held_to(rule: Rule) -> Rule:
+    """The rule as of a state that is not fresh: what finer rules that are at hand are tried for, and losses are held to."""
+    return rule._replace(tolerance=jnp.minimum(rule.tolerance, LOOSE_TOLERANCE))
 
 
 def escalated(evaluate: Callable[[Any], Expected], rule: Rule, num_rules: int) -> Expected:

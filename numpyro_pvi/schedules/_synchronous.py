@@ -244,6 +244,7 @@ class SynchronousState(NamedTuple):
     # Its Rayleigh quotient at the last evaluation, a lower bound of the largest eigenvalue.
     eigenvalue: Float[Array, ""]
     averaging: Averaging
+    # What the last round would have moved by with a whole step, posterior sds.
     last_move: Float[Array, ""]
     # Rounds in which q was kept from widening much.
     held: Int[Array, ""]
@@ -323,7 +324,7 @@ class Synchronous(ScheduleDefaults):
 
     def opens(self, problem: Problem) -> bool:
         """Where visits read no rows, or turns are left out, and a candidate's evaluation is all that any evaluation is."""
-        plain = not (problem.stochastic or problem.matches_moments or problem.capped or problem.blind)
+        plain = not (problem.stochastic or problem.matches_moments or problem.blind)
         return plain and not problem.solver.rereads
 
     def fuses(self, solver: Any) -> bool:
@@ -460,7 +461,9 @@ class Synchronous(ScheduleDefaults):
         averaging = state.averaging
         if problem.noisy and not problem.stochastic:
             averaging = average_late(problem, averaging, done.evaluation, old)
-        oscillates = _oscillates(problem, moved > state.last_move, done.evaluation, old) & ~jnp.asarray(mixed)
+        # Moves of steps of unequal length are compared by what the steps are a share of.
+        asked = moved / jnp.maximum(done.step, 2.0**-MAX_HALVINGS)
+        oscillates = _oscillates(problem, asked > state.last_move, done.evaluation, old) & ~jnp.asarray(mixed)
         step = self._next_step(problem, done, oscillates)
         if problem.capped and not problem.stochastic:
             state = _probed(problem, state, done, scale)
@@ -473,7 +476,7 @@ class Synchronous(ScheduleDefaults):
                 step=step.astype(state.step.dtype),
                 averaging=averaging,
                 # How far a mixture went is no measure for the next round.
-                last_move=jnp.where(mixed, state.last_move, moved),
+                last_move=jnp.where(mixed, state.last_move, asked),
             ),
             report,
         )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from numpyro.infer.autoguide import AutoMultivariateNormal
+from numpyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition
 from numpyro_pvi.runtime._refinement import escalate
@@ -100,6 +100,25 @@ def test_the_likelihood_stands_in_as_few_places_as_rounds_have_of_their_own(draw
     assert state.plan.noisy == drawn
     program = jax.make_jaxpr(lambda state: pvi.update(state, X, y)[1])(state).jaxpr
     assert _times(program, "digamma") == 2
+
+
+def test_a_mean_field_round_holds_no_more_of_the_likelihood_than_one_of_full_covariance():
+    """The curvature that its step is capped by is of the candidate; what a state's own q has of it is thrown away."""
+
+    def program(guide):
+        def model(X, y):
+            w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+            with numpyro.plate("data", y.shape[0]):
+                numpyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+
+        X, _, y = rows()
+        pvi = PVI(Partition(model, "data", groups(3)), guide(model))
+        state = pvi.init(jax.random.key(0), X, y)
+        return jax.make_jaxpr(lambda state: pvi.update(state, X, y)[1])(state).jaxpr
+
+    # Of the density and its two derivatives, under every rule.
+    full, capped = (_times(program(guide), "log1p") for guide in (AutoMultivariateNormal, AutoNormal))
+    assert full == capped > 0
 
 
 def test_a_factor_is_traced_once_for_its_shapes_and_its_loop():
