@@ -389,7 +389,7 @@ def _at_prior(engine: ProductEngine, begun: Begun, packing: Any) -> PVIState:
     groups = jax.tree.map(lambda x: on_device(np.zeros((stack, *x.shape)), x.dtype), shared)
     rows = {n: jax.tree.map(lambda x: on_device(np.zeros(x.shape), x.dtype), prior.parts[n]) for n in plan.row_axes}
     sites, zero = SiteStack(groups, base_site, MemberSites(rows) if rows else None), on_device(0.0, dtype)
-    idle = Points(on_device(np.zeros((2,), bool)), zero, zero)
+    idle = Points(on_device(np.zeros((2,), bool)), zero, zero, on_device(np.zeros((2,), bool)))
     state = PVIState(
         rng_key=begun.opening.key,
         sites=sites,

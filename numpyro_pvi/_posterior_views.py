@@ -232,7 +232,8 @@ def words_of(kind: str, state: PVIState, which: int, solver: LocalSolver) -> str
         return "monte_carlo"
     mode = state.plan.partition.unstructured
     if mode == "auto":
-        mode = "monte_carlo" if np.asarray(state.rule.points.sampled)[which] else "sigma_points"
+        sampled, finer = (bool(np.asarray(x)[which]) for x in (state.rule.points.sampled, state.rule.points.finer))
+        mode = "monte_carlo" if sampled else "product rule" if finer else "sigma_points"
     return mode
 
 

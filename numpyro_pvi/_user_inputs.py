@@ -413,8 +413,9 @@ def refuse_two_starts(init_state: Any, init_params: Any) -> None:
 def _elbo(engine: Any, state: PVIState, loss: Callable, traced: bool) -> tuple[Any, Any]:
     """The ELBO and its standard error in nats, over fresh sets of draws where expectations are by draws."""
     engine, rule = engine.for_evidence, state.rule
-    # Sigma points steer rounds where draws hardly tell them from q's mean; what they leave out has no error of its own.
-    points = rule.points._replace(sampled=jnp.ones_like(rule.points.sampled))
+    # Sigma points steer rounds where draws hardly tell them from q's mean; what they leave out has no error of its own. Product
+    # rules are good to more than that.
+    points = rule.points._replace(sampled=rule.points.sampled | ~rule.points.finer)
     state = dataclasses.replace(state, rule=rule._replace(points=points))
     values = [-loss(engine, state)]
     if not traced:

@@ -41,6 +41,7 @@ from ._points import (
     PointSet,
     PointsProgram,
     ReparameterisedProgram,
+    affords_product,
     disagreement,
     log_densities_at,
     log_density_at,

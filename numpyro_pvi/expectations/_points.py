@@ -6,7 +6,8 @@ A set of P antithetic pairs ``loc +- S eps_k`` with weights ``w_k``, ``sum_k w_k
     E[grad f] =  the same sum over gradients,
     E[hess f] =  sym S^-T sum_k w_k eps_k (g_k^+ - g_k^-)^T / 2         (Stein's identity, E[Lambda (theta - m) grad f^T]),
 
-all exact for cubic f. The gradient may jump: no second derivative is ever taken. Where f itself jumps its gradient does not say
+all exact for cubic f, and further where the set is a product of Gauss-Hermite rules, which few latents allow. The gradient may
+jump: no second derivative is ever taken. Where f itself jumps its gradient does not say
 by how much, and what it leaves of f beside the quadratic with these expectations, ``r``, has expectations of its own, by values:
 
     E[grad r] = S^-T E[eps r],    E[hess r] = S^-T E[(eps eps^T - I) r] S^-1           (Bonnet's and Price's theorems, by parts).
@@ -40,7 +41,7 @@ _QUANTILES = 1025
 
 
 class PointSet(NamedTuple):
-    """Antithetic pairs in whitened coordinates, in blocks that are complete rules of their own; their mean counts."""
+    """Antithetic pairs in whitened coordinates, in blocks whose mean counts; those of random pairs are complete rules each."""
 
     eps: Float[Array, "R P D"]
     weight: Float[Array, "R P"]
@@ -56,14 +57,16 @@ class PointsProgram:
 
     ``log_density``: ``(data, point) -> nats``, the factor on one chunk's rows; ``mode``: "sigma_points" (the same points at
     every q), "monte_carlo" (fresh random rotations and radii every round), "values" (the same, with what gradients do not say of
-    a factor that jumps), or "auto" (sigma points while a few random draws agree with them); ``num_pairs``: antithetic pairs of a
-    random set, rounded up to whole rotations.
+    a factor that jumps), or "auto" (sigma points while a few random draws agree with them; then, where it is ``refinable``, a
+    product rule while a coarser one agrees with it; then random points); ``num_pairs``: antithetic pairs of a random set, rounded
+    up to whole rotations; ``refinable``: whether latents and rows are few enough for product rules: see :func:`affords_product`.
     """
 
     log_density: Callable[[Any, Float[Array, "D"]], Float[Array, ""]]
     family: GaussianFamily
     mode: str = "auto"
     num_pairs: int = 16
+    refinable: bool = False
 
     @property
     def noisy(self) -> bool:
@@ -92,27 +95,44 @@ class PointsProgram:
         return PointSet(eps[:, 0], weight[:, 0], len(keys))
 
     def choose(
-        self, random: PointSet | None, sampled: Bool[Array, ""] | bool, dtype: Any, trial: bool = False
+        self,
+        random: PointSet | None,
+        sampled: Bool[Array, ""] | bool,
+        dtype: Any,
+        trial: bool = False,
+        finer: Bool[Array, ""] | bool = False,
     ) -> PointSet:
         """The points to use.
 
-        ``random``: what :meth:`draw` gave, or None; ``sampled``: whether random points take the place of sigma points ("auto"
-        only); ``dtype``: of the sigma points; ``trial``: whether values alone will do of random points. Returns sigma points or
-        the random ones, as the mode and the flag say.
+        ``random``: what :meth:`draw` gave, or None; ``sampled``: whether random points take the place of all others ("auto"
+        only); ``dtype``: of the sigma points; ``trial``: whether values alone will do of random points; ``finer``: whether a
+        product rule takes the place of sigma points, where the program is ``refinable`` ("auto" only). Returns sigma points, a
+        product rule, or the random ones, as the mode and the flags say.
         """
         sigma = sigma_points(self.family.dim, dtype)
         if random is None or self.mode == "sigma_points":
             return sigma
         if self.mode in ("monte_carlo", "values"):
             return random._replace(slopes=not trial)
-        spare = random.eps.shape[0] - sigma.eps.shape[0]
-        padded = [jnp.pad(x, [(0, spare)] + [(0, 0)] * (x.ndim - 1)) for x in (sigma.eps, sigma.weight)]
-        return PointSet(
-            jnp.where(sampled, random.eps, padded[0]),
-            jnp.where(sampled, random.weight, padded[1]),
-            jnp.where(sampled, random.count, sigma.count),
-            jnp.logical_not(sampled) if trial else True,
-        )
+        fixed = sigma
+        if self.refinable:
+            fixed = _either(jnp.asarray(finer), product_rule(self.family.dim, dtype), sigma)
+        return _either(jnp.asarray(sampled), random, fixed)._replace(slopes=jnp.logical_not(sampled) if trial else True)
+
+    def compared(
+        self, draws: Float[Array, "K D"], finer: Bool[Array, ""] | bool
+    ) -> tuple[Float[Array, "L D"], Float[Array, "L"], Bool[Array, ""] | bool]:
+        """What the points in use are held to: random draws, or, where they are a product rule, a coarser one.
+
+        ``draws``: standard normal; ``finer``: whether the points are a product rule. Returns pairs, their weights (which add up to
+        1), and whether they are a rule.
+        """
+        share = jnp.full(draws.shape[:1], 1.0 / draws.shape[0], draws.dtype)
+        if not (self.refinable and self.mode == "auto"):
+            return draws, share, False
+        eps, weight = (jnp.asarray(x, draws.dtype) for x in _product_arrays(self.family.dim, coarser=True))
+        (draws, eps), (share, weight) = _padded(draws, eps), _padded(share, weight)
+        return jnp.where(finer, eps, draws), jnp.where(finer, weight, share), jnp.asarray(finer)
 
     def expected(
         self, chunk: Any, moments: GaussianMoments, probe: Any, level: Any, noise: PointSet, clip: Any
@@ -272,6 +292,66 @@ def sigma_points(dim: int, dtype: Any) -> PointSet:
     return PointSet(jnp.asarray(eps[None], dtype), jnp.asarray(weight[None], dtype), 1)
 
 
+# By the number of latents: nodes an axis of a product rule, an odd number, and of the coarser one that it is held to.
+_NODES = {1: (15, 12), 2: (11, 8), 3: (7, 6), 4: (5, 4)}
+# Pairs that count for less are left out: far out in all coordinates at once densities overflow.
+_LEAST_WEIGHT = 1e-9
+# Rows times points that an evaluation by a product rule may cost.
+_MOST_LOOKS = 1 << 17
+
+
+def affords_product(dim: int, num_rows: int) -> bool:
+    """Whether latents and rows are few enough for product rules.
+
+    ``dim``: D; ``num_rows``: N. Returns whether D is at most 4, and there are at most 2^17 points of rows.
+    """
+    return dim in _NODES and 2 * len(_product_arrays(dim)[1]) * num_rows <= _MOST_LOOKS
+
+
+@cache
+def _product_arrays(dim: int, coarser: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs and weights of a product of Gauss-Hermite rules; a finer one's centre has the weight that is left."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(_NODES[dim][coarser])
+    eps = np.stack(np.meshgrid(*[nodes] * dim, indexing="ij"), axis=-1).reshape(-1, dim)
+    share = (
+        np.stack(np.meshgrid(*[weights / weights.sum()] * dim, indexing="ij"), axis=-1).reshape(-1, dim).prod(axis=1)
+    )
+    half = len(eps) // 2
+    eps, share = eps[len(eps) - half :], 2 * share[len(eps) - half :]
+    kept = share > _LEAST_WEIGHT
+    return eps[kept], share[kept]
+
+
+def product_rule(dim: int, dtype: Any) -> PointSet:
+    """A product of Gauss-Hermite rules: 15, 11, 7 and 5 nodes an axis for D = 1, 2, 3, 4, exact to twice that less one.
+
+    ``dim``: D; ``dtype``: of the arrays. Returns blocks of as many pairs as :func:`sigma_points` has.
+    """
+    eps, weight = _product_arrays(dim)
+    pairs = _sigma_arrays(dim)[0].shape[0]
+    blocks = -(-len(weight) // pairs)
+    spare = blocks * pairs - len(weight)
+    eps, weight = np.pad(eps, [(0, spare), (0, 0)]), np.pad(weight, (0, spare))
+    # The mean over blocks counts.
+    return PointSet(
+        jnp.asarray(eps.reshape(blocks, pairs, dim), dtype),
+        jnp.asarray(blocks * weight.reshape(blocks, pairs), dtype),
+        blocks,
+    )
+
+
+def _padded(*arrays: Array) -> tuple[Array, ...]:
+    """Arrays with zeros behind them, as long as the longest."""
+    longest = max(len(x) for x in arrays)
+    return tuple(jnp.pad(x, [(0, longest - len(x))] + [(0, 0)] * (x.ndim - 1)) for x in arrays)
+
+
+def _either(choice: Bool[Array, ""], one: PointSet, other: PointSet) -> PointSet:
+    """One of two sets of points; blocks that are not in use have no weight."""
+    eps, weight = (jnp.where(choice, *_padded(a, b)) for a, b in zip(one[:2], other[:2], strict=True))
+    return PointSet(eps, weight, jnp.where(choice, one.count, other.count))
+
+
 @cache
 def _radius_quantiles(dim: int) -> np.ndarray:
     """Quantiles of the chi distribution with ``dim + 2`` degrees of freedom at evenly spaced levels."""
@@ -330,6 +410,8 @@ def disagreement(
     eps: Float[Array, "K D"],
     pairs: Expected,
     again: Bool[Array, ""] | bool = False,
+    weight: Float[Array, "K"] | None = None,
+    by_rule: Bool[Array, ""] | bool = False,
 ) -> Bool[Array, ""]:
     """Whether antithetic draws contradict the expectations of a factor beyond their own standard errors, or vary too much.
 
@@ -338,10 +420,15 @@ def disagreement(
     ``family``: the family of q; ``moments``: q; ``factor``: expectations by sigma points, summed over groups; ``eps``: K
     standard normal draws, at least two; ``pairs``: what :meth:`PointsProgram.pair` found for each (leading axis K), summed over
     groups; ``again``: whether such points have been contradicted before. Heavy tails hide from most sets of draws: the points
-    are then believed only where draws hardly differ from the quadratic model. Returns True when one of the three differs, or
-    the first varies too much to tell; False where the draws are not finite.
+    are then believed only where draws hardly differ from the quadratic model; ``weight``: of the pairs, which add up to 1, or
+    None for equal ones; ``by_rule``: whether these are a rule and no draws: what they say has no standard error, and however
+    far the factor is from quadratic they tell. Returns True when one of the three differs, or the first varies too much to
+    tell; False where the draws are not finite.
     """
-    count, dim = eps.shape
+    dim = eps.shape[1]
+    weight = jnp.full(eps.shape[:1], 1.0 / eps.shape[0], eps.dtype) if weight is None else weight
+    # Draws may have pairs without weight behind them.
+    count, drawn_by = jnp.sum(weight > 0), jnp.where(by_rule, 0.0, 1.0)
     precision, scale = factor.target.precision, moments.scale
     gradient = family.pull(factor.target, moments.loc)
     if family.full:
@@ -355,18 +442,20 @@ def disagreement(
     even = whiten(pairs.target.precision_mean - gradient)
     odd = jnp.sum(eps * (whiten(pairs.product) + image), axis=-1)
 
-    def differs(sample, tolerance):
-        error = jnp.std(sample, ddof=1) / count**0.5
-        return jnp.abs(jnp.mean(sample)) > tolerance + _ERRORS * error
+    def spread_of(sample):
+        # Of a whole set of equally weighted draws, the unbiased variance.
+        return weight @ jnp.square(sample - weight @ sample) * (drawn_by * count / (count - 1))
 
-    mean = jnp.mean(even, axis=0)
-    spread = jnp.sum((even - mean) ** 2) / (count - 1)
+    def differs(sample, tolerance):
+        return jnp.abs(weight @ sample) > tolerance + _ERRORS * jnp.sqrt(spread_of(sample) / count)
+
+    mean, spread = weight @ even, jnp.sum(spread_of(even))
     # Unbiased for the squared length of the mean; its own sd is at most the last factor below.
     excess = jnp.sum(mean**2) - spread / count
-    noise = spread * (2.0 / (count * (count - 1))) ** 0.5
+    noise = spread * jnp.sqrt(2.0 / (count * (count - 1)))
     wrong = differs(value, VALUE_TOLERANCE) | (excess > GRADIENT_TOLERANCE**2 + 3 * _ERRORS * noise)
     wrong = wrong | differs(odd, CURVATURE_TOLERANCE * dim**0.5)
-    wrong = wrong | (jnp.std(value, ddof=1) > jnp.where(again, _CONFIRMING, _UNTELLING))
+    wrong = wrong | (jnp.sqrt(spread_of(value)) > jnp.where(again, _CONFIRMING, _UNTELLING))
     drawn = jnp.isfinite(jnp.sum(pairs.value) + jnp.sum(even) + jnp.sum(odd))
     known = jnp.isfinite(factor.value) & jnp.all(jnp.isfinite(image))
     finite = jnp.isfinite(jnp.sum(pairs.value)) & jnp.all(jnp.isfinite(pairs.target.precision_mean))

@@ -199,7 +199,7 @@ def settle(
     barred = able & ~old.sampled & barred & ~jnp.asarray(again)
     wait = jnp.where(jnp.any(barred), (1 - _LONGER) * COMPARED_MOVE, jnp.where(due, 0.0, travelled))
     points = Points(
-        (old.sampled & ~retry) | barred, jnp.where(barred, spread, old.anchor), wait.astype(old.moved.dtype)
+        (old.sampled & ~retry) | barred, jnp.where(barred, spread, old.anchor), wait.astype(old.moved.dtype), old.finer
     )
     by_draws = problem.sampled(evaluation.rule) | jnp.any(barred)
     return _settled(problem, sites, evaluation, noise, points, ask & ~barred, by_draws | stale, again)
@@ -208,6 +208,7 @@ def settle(
 def _settled(problem, sites, evaluation: Evaluation, noise, points: Points, ask, stale, again) -> Evaluation:
     # Finite once they have been contradicted.
     before = jnp.isfinite(points.anchor)
+    refinable = jnp.asarray([getattr(p, "refinable", False) for p in (problem.program, problem.prior_program)])
 
     def unfinished(state):
         _, ask, stale = state
@@ -217,43 +218,59 @@ def _settled(problem, sites, evaluation: Evaluation, noise, points: Points, ask,
         evaluation, ask, stale = state
         rule = evaluation.rule
         evaluation = jax.lax.cond(stale, lambda: problem.evaluate(sites, rule, noise, again=again), lambda: evaluation)
+        found = evaluation.rule.points
         wrong = ask & jax.lax.cond(
-            jnp.any(ask), lambda: _contradicted(problem, evaluation, noise, before), lambda: jnp.zeros((2,), bool)
+            jnp.any(ask),
+            lambda: _contradicted(problem, evaluation, noise, before, found.finer),
+            lambda: jnp.zeros((2,), bool),
         )
         spread = -0.5 * evaluation.moments.log_det_precision / problem.family.dim
-        found = evaluation.rule.points
-        wait = jnp.where(jnp.any(wrong & before), (1 - _LONGER) * COMPARED_MOVE, found.moved)
-        found = Points(found.sampled | wrong, jnp.where(wrong, spread, found.anchor), wait.astype(found.moved.dtype))
+        # In the place of sigma points a product rule is asked first, and at once.
+        refined = wrong & refinable & ~found.finer
+        lost = wrong & ~refined
+        wait = jnp.where(jnp.any(lost & before), (1 - _LONGER) * COMPARED_MOVE, found.moved)
+        found = Points(
+            found.sampled | lost,
+            jnp.where(lost, spread, found.anchor),
+            wait.astype(found.moved.dtype),
+            found.finer | refined,
+        )
         rule = evaluation.rule._replace(points=found)
-        return evaluation._replace(rule=rule), jnp.zeros_like(ask), jnp.any(wrong)
+        return evaluation._replace(rule=rule), refined, jnp.any(wrong)
 
     first = evaluation._replace(rule=evaluation.rule._replace(points=points))
     return jax.lax.while_loop(unfinished, step, (first, ask, jnp.asarray(stale)))[0]
 
 
-def _contradicted(problem: LocalProblem, evaluation: Evaluation, noise: Draws, before: Bool[Array, "2"]) -> Any:
-    """Whether draws contradict the sigma points of the likelihood, and of the prior factor, or do not confirm them again."""
+def _contradicted(problem: LocalProblem, evaluation: Evaluation, noise: Draws, before: Any, finer: Any) -> Any:
+    """Whether the points of the likelihood, and of the prior factor, are contradicted, or not confirmed again.
+
+    ``before``: Bool[2], whether draws have done so before; ``finer``: Bool[2], whether the points are a product rule.
+    """
     return jnp.stack(
-        [_likelihood(problem, evaluation, noise, before[0]), _prior(problem, evaluation, noise, before[1])]
+        [
+            _likelihood(problem, evaluation, noise, before[0], finer[0]),
+            _prior(problem, evaluation, noise, before[1], finer[1]),
+        ]
     )
 
 
-def _likelihood(problem: LocalProblem, evaluation: Evaluation, noise: Draws, before: Bool[Array, ""]) -> Any:
+def _likelihood(problem: LocalProblem, evaluation: Evaluation, noise: Draws, before: Any, finer: Any) -> Any:
     program, moments = problem.program, evaluation.moments
     if not isinstance(program, PointsProgram):
         return jnp.array(False)
+    eps, *how = program.compared(noise.compared, finer)
+    pairs = problem.pairs(moments, eps)
+    return disagreement(problem.family, moments, sum_slots(evaluation.groups), eps, pairs, before, *how)
 
-    pairs = problem.pairs(moments, noise.compared)
-    return disagreement(problem.family, moments, sum_slots(evaluation.groups), noise.compared, pairs, before)
 
-
-def _prior(problem: LocalProblem, evaluation: Evaluation, noise: Draws, before: Bool[Array, ""]) -> Any:
+def _prior(problem: LocalProblem, evaluation: Evaluation, noise: Draws, before: Any, finer: Any) -> Any:
     program, moments = problem.prior_program, evaluation.moments
     if not isinstance(program, PointsProgram) or evaluation.prior is None:
         return jnp.array(False)
-    eps = noise.compared
+    eps, *how = program.compared(noise.compared, finer)
     pairs = jax.vmap(lambda e: program.pair(problem.data.prior, moments, e))(eps)
-    return disagreement(problem.family, moments, evaluation.prior, eps, pairs, before)
+    return disagreement(problem.family, moments, evaluation.prior, eps, pairs, before, *how)
 
 
 # --------------------------------------------------------------------------------------------------------------- engine

@@ -362,8 +362,10 @@ class Factors:
             return noise.pairs if noise is not None and isinstance(program, ReparameterisedProgram) else None
         prior = program is self.prior_program
         random = None if noise is None else noise.prior_points if prior else noise.points
-        sampled = False if rule is None else rule.points.sampled[int(prior)]
-        return program.choose(random, sampled, self.dtype, trial)
+        sampled, finer = (
+            (False, False) if rule is None else (x[int(prior)] for x in (rule.points.sampled, rule.points.finer))
+        )
+        return program.choose(random, sampled, self.dtype, trial, finer)
 
 
 # --------------------------------------------------------------------------------------------------- one group's factor

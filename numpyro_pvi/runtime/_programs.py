@@ -24,6 +24,7 @@ from ..expectations import (
     ReparameterisedProgram,
     RowProgram,
     SharedAffineProgram,
+    affords_product,
     read_quadratic,
     sum_by_group,
 )
@@ -148,13 +149,14 @@ class FactorReader:
         return program(packed_call, (packed, packing.mask))
 
     def _unstructured(self, density: Callable, kind: str, least: int = 1) -> Any:
-        plan, mode = self.plan, self.plan.partition.unstructured
+        plan, part = self.plan, self.plan.partition
+        mode = part.unstructured
         # What follows gradients alone has steps of its own.
         mode = "values" if mode == "slopes" else mode
         if kind == "reparameterised":
             return ReparameterisedProgram(density, plan.family, mode == "values")
         pairs = max(self.solver.num_draws, -(-self.num_particles // 2), least)
-        return PointsProgram(density, plan.family, mode, pairs)
+        return PointsProgram(density, plan.family, mode, pairs, affords_product(plan.family.dim, part.table.num_rows))
 
     def _prepare(self, prepare: Callable, packing: Packing, dim: int):
         count, rows = packing.rows.shape

@@ -41,7 +41,7 @@ def first_rule(dtype, spread: Float[Array, ""] | None = None, cheaper: Any = 0) 
     zero = jnp.zeros((), dtype)
     rough = zero + ROUGH_TOLERANCE
     # Nothing compared yet: as if q had come from far away.
-    points = Points(jnp.zeros((2,), bool), jnp.full((2,), jnp.inf, dtype), zero + jnp.inf)
+    points = Points(jnp.zeros((2,), bool), jnp.full((2,), jnp.inf, dtype), zero + jnp.inf, jnp.zeros((2,), bool))
     if spread is None:
         return Rule(jnp.int32(0), zero, zero, rough, points)
     level = jnp.clip(rule_index(spread) - cheaper, 0, len(FIXED_RULES) - 1).astype(jnp.int32)

@@ -26,6 +26,8 @@ class Points(NamedTuple):
     anchor: Float[Array, "2"]
     # How far q has moved since they were last compared, in posterior sds.
     moved: Float[Array, ""]
+    # Whether a product rule has taken the place of sigma points that were contradicted.
+    finer: Bool[Array, "2"]
 
 
 class Rule(NamedTuple):
