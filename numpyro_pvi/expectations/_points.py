@@ -319,7 +319,9 @@ def _product_arrays(dim: int, coarser: bool = False) -> tuple[np.ndarray, np.nda
     half = len(eps) // 2
     eps, share = eps[len(eps) - half :], 2 * share[len(eps) - half :]
     kept = share > _LEAST_WEIGHT
-    return eps[kept], share[kept]
+    eps, share = eps[kept], share[kept]
+    # Unit covariance along every axis alike, whatever was left out.
+    return eps / np.sqrt(share @ eps[:, 0] ** 2), share
 
 
 def product_rule(dim: int, dtype: Any) -> PointSet:

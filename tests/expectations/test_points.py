@@ -6,10 +6,16 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pytest
+from numpyro.infer.autoguide import AutoMultivariateNormal
+from scipy.optimize import minimize
 
-from numpyro_pvi.expectations import PointsProgram, disagreement, random_points, sigma_points
+from numpyro_pvi import PVI, Partition
+from numpyro_pvi.expectations import PointsProgram, affords_product, disagreement, random_points, sigma_points
 from numpyro_pvi.families import MultivariateNormalFamily, NormalFamily
+from numpyro_pvi.runtime import _programs
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
@@ -63,15 +69,14 @@ def sets(program, sampled):
 
 
 @pytest.mark.parametrize("dim", [1, 2, 3, 5])
-@pytest.mark.parametrize("sampled", [False, True], ids=["sigma", "random"])
+@pytest.mark.parametrize("kind", ["sigma", "random", "product"])
 @pytest.mark.parametrize("full", [True, False], ids=["full", "mean-field"])
-def test_points_are_exact_for_cubics(dim, sampled, full, x64):
+def test_points_are_exact_for_cubics(dim, kind, full, x64):
     family, q = moments(dim, full)
     density, closed = cubic(dim)
-    program = PointsProgram(density, family)
-    value, gradient, hessian = parts(
-        family, q, program.expected(None, q, None, jnp.int32(0), sets(program, sampled), False)
-    )
+    program = PointsProgram(density, family, refinable=dim < 5)
+    points = _fixed(program, True) if kind == "product" else sets(program, kind == "random")
+    value, gradient, hessian = parts(family, q, program.expected(None, q, None, jnp.int32(0), points, False))
     exact = closed(np.asarray(q.loc), covariance(family, q))
     tolerance = 1e-9 if x64 else 2e-3
     np.testing.assert_allclose(value, exact[0], rtol=tolerance, atol=tolerance)
@@ -236,3 +241,121 @@ def test_a_traced_loop_over_blocks_equals_the_unrolled_one(tolerance):
         )
         np.testing.assert_allclose(first.value, second.value, rtol=10 * tolerance)
         np.testing.assert_allclose(first.target.precision, second.target.precision, rtol=1e-4, atol=10 * tolerance)
+
+
+# ---------------------------------------------------------------- product rules
+
+
+def _refined(density, family):
+    return PointsProgram(density, family, refinable=True)
+
+
+def _fixed(program, finer):
+    random = random_points(KEY, program.family.dim, 16, jnp.result_type(float))
+    return program.choose(random, jnp.array(False), jnp.result_type(float), finer=jnp.array(finer))
+
+
+@pytest.mark.parametrize("finer", [True, False], ids=["product", "sigma points"])
+@pytest.mark.parametrize("full", [True, False], ids=["full", "mean-field"])
+@pytest.mark.parametrize("dim", [1, 2, 3, 4])
+def test_product_rules_are_right_far_from_cubics(dim, full, finer, x64):
+    """An exponential's expectations are closed forms; sigma points, for a planted fault, are off by more."""
+    slope = np.array([0.9, -0.6, 0.4, 0.5])[:dim]
+    family = MultivariateNormalFamily(dim) if full else NormalFamily(dim)
+    root = np.tril(np.full((dim, dim), 0.2)) + 0.8 * np.eye(dim)
+    precision = np.linalg.inv(root @ root.T) if full else 1 / np.diag(root) ** 2
+    loc = np.linspace(-0.5, 0.5, dim)
+    q = family.moments(family.natural(*map(jnp.asarray, (precision @ loc if full else precision * loc, precision))))
+    program = _refined(lambda _, z: jnp.exp(jnp.asarray(slope) @ z), family)
+    found = parts(family, q, program.expected(None, q, None, jnp.int32(0), _fixed(program, finer), False))
+    value = np.exp(slope @ loc + 0.5 * slope @ covariance(family, q) @ slope)
+    hessian = value * np.outer(slope, slope) if full else value * slope**2
+    errors = [np.max(np.abs(a - b)) for a, b in zip(found, (value, value * slope, hessian), strict=True)]
+    # Five nodes an axis, for four latents, know exponentials of .5 to some 1e-4.
+    bound = 5e-4 if dim == 4 else 2e-6 if x64 else 2e-5
+    assert max(errors) < bound if finer else dim == 1 or max(errors) > 2 * bound
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, 4])
+def test_a_coarser_rule_confirms_what_draws_cannot_tell_and_contradicts_kinks(dim):
+    """Values vary by nats from draw to draw where a factor is far from quadratic; a rule has no such error."""
+    family = MultivariateNormalFamily(dim)
+    q = family.moments(family.natural(jnp.zeros(dim), jnp.eye(dim)))
+    draws = jax.random.normal(jax.random.key(1), (16, dim))
+    smooth, kinked = (lambda _, z: -2.0 * jnp.exp(jnp.mean(z))), (lambda _, z: -9.0 * jnp.sum(jnp.abs(z - 0.3)))
+    verdicts = []
+    for density in (smooth, kinked):
+        program = _refined(density, family)
+        factor = program.expected(None, q, None, jnp.int32(0), _fixed(program, True), False)
+        eps, weight, by_rule = program.compared(draws, jnp.array(True))
+        pairs = jax.vmap(lambda e, program=program: program.pair(None, q, e))(eps)
+        verdicts.append(bool(disagreement(family, q, factor, eps, pairs, True, weight, by_rule)))
+        # Draws with pairs of no weight behind them are those draws.
+        eps, weight, by_rule = program.compared(draws, jnp.array(False))
+        pairs, alone = (jax.vmap(lambda e, program=program: program.pair(None, q, e))(x) for x in (eps, draws))
+        said = [disagreement(family, q, factor, draws, alone, a) for a in (False, True)]
+        assert said == [disagreement(family, q, factor, eps, pairs, a, weight, by_rule) for a in (False, True)]
+    assert verdicts == [False, True]
+
+
+def test_product_rules_are_for_few_latents_and_rows():
+    assert [affords_product(dim, 24) for dim in (1, 2, 3, 4, 5)] == [True, True, True, True, False]
+    assert affords_product(2, 1_000) and not affords_product(2, 2_000) and not affords_product(4, 1_000)
+
+
+def decay(t, y):
+    rate, size = numpyro.sample("rate", dist.LogNormal(0, 1)), numpyro.sample("size", dist.Normal(0, 2))
+    with numpyro.plate("rows", len(t)):
+        numpyro.sample("y", dist.Normal(size * jnp.exp(-rate * t), 0.3), obs=y)
+
+
+@pytest.fixture(scope="module")
+def decayed():
+    t = np.linspace(0.3, 3, 6)
+    return t, 1.5 * np.exp(-0.7 * t) + np.array([0.1, -0.2, 0.15, 0.05, -0.1, 0.12])
+
+
+@pytest.fixture(scope="module")
+def best_normal(decayed):
+    """Loss and location of the best normal q, in nats, by a minimiser over sums on 40 x 40 nodes of its own."""
+    t, y = decayed
+    nodes, weights = np.polynomial.hermite_e.hermegauss(40)
+    eps = np.stack(np.meshgrid(nodes, nodes, indexing="ij"), -1).reshape(-1, 2)
+    weight = np.outer(weights, weights).ravel() / weights.sum() ** 2
+
+    def normal(x, sd):
+        return -0.5 * (x / sd) ** 2 - np.log(sd) - 0.5 * np.log(2 * np.pi)
+
+    def loss(p):
+        root = np.array([[np.exp(p[2]), 0.0], [p[4], np.exp(p[3])]])
+        z = p[:2] + eps @ root.T
+        fitted = z[:, 1:] * np.exp(-np.exp(z[:, :1]) * t)
+        joint = normal(z[:, 0], 1.0) + normal(z[:, 1], 2.0) + normal(y - fitted, 0.3).sum(axis=1)
+        return -(weight @ joint + p[2] + p[3] + 1 + np.log(2 * np.pi))
+
+    found = minimize(loss, [0.0, 1.0, -1.0, -1.0, 0.0], method="BFGS")
+    return found.fun, found.x[:2]
+
+
+def _fit(decayed):
+    pvi = PVI(Partition(decay, "rows", 3), AutoMultivariateNormal(decay))
+    return pvi, pvi.run(jax.random.key(0), 60, *decayed, tol=1e-4, progress_bar=False)
+
+
+def test_two_latents_without_structure_are_taken_by_a_product_rule(decayed, best_normal, x64):
+    """Draws contradict the sigma points of a decay that few rows tell of; no noise is left in what takes their place."""
+    pvi, result = _fit(decayed)
+    assert result.converged
+    assert "product rule" in str(pvi.info(result.state))
+    assert float(result.losses[-1]) == pytest.approx(best_normal[0], abs=1e-6 if x64 else 1e-4)
+    np.testing.assert_allclose(result.params["auto_loc"], best_normal[1], atol=1e-4 if x64 else 1e-3)
+    # Nor is there any in its evidence.
+    assert float(pvi.log_evidence(result.state, *decayed, with_error=True)[1]) == 0.0
+
+
+def test_the_law_sees_fits_without_a_product_rule(decayed, best_normal, monkeypatch):
+    monkeypatch.setattr(_programs, "affords_product", lambda dim, num_rows: False)
+    jax.clear_caches()
+    _, result = _fit(decayed)
+    jax.clear_caches()
+    assert abs(float(result.losses[-1]) - best_normal[0]) > 1e-3
