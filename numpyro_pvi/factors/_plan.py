@@ -61,9 +61,9 @@ class PartitionPlan:
     local: LocalLayout | None = None
     # Discrete latents that are summed out of every row, or None.
     enumeration: Enumeration | None = None
-    # How factors without structure are evaluated: "auto" (sigma points while draws agree with them, then finer ones), "sigma_points",
-    # "monte_carlo" (random points), "values" (the same, where values jump and gradients do not say by how much), or "slopes" (where
-    # the solver follows gradients alone all the same).
+    # How factors without structure are evaluated: "auto" (sigma points while draws agree with them, then finer ones),
+    # "sigma_points", "monte_carlo" (random points), "values" (the same, where values jump and gradients do not say by how much),
+    # or "slopes" (where the solver follows gradients alone all the same).
     unstructured: str = "auto"
     # Of "likelihood" and "prior factor": what may jump in the latents, as the model's program says.
     jumps: tuple[str, ...] = ()
