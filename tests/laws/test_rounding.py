@@ -82,19 +82,20 @@ def test_a_run_that_ends_in_noise_says_so():
     assert "draws" not in exact.run(KEY, 1, Z, tol=1e-9, progress_bar=False).message
 
 
-def schools(y):
+def schools(error, member, y):
     centre, spread = numpyro.sample("centre", dist.Normal(0, 5)), numpyro.sample("spread", dist.HalfCauchy(5.0))
     with numpyro.plate("members", 8):
         effect = numpyro.sample("effect", dist.Normal(centre, spread))
-    with numpyro.plate("rows", 8):
-        error = jnp.array([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
-        numpyro.sample("y", dist.Normal(effect, error), obs=y)
+    with numpyro.plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(effect[member], error), obs=y)
 
 
 def test_whole_steps_after_halved_ones_are_no_growing_moves(x64):
     """Rounds contract by .95 where gains are rounding: a step of twice the length goes further, and half of all were halved."""
     pvi = PVI(Partition(schools, "rows", 4), AutoMultivariateNormal(schools))
-    y = np.array([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
-    trace = pvi.run(KEY, 400 if x64 else 150, y, progress_bar=False).trace
+    y, error = np.array(
+        [[28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0], [15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0]]
+    )
+    trace = pvi.run(KEY, 400 if x64 else 150, error, np.arange(8), y, progress_bar=False).trace
     assert np.mean(np.min(trace.step[-50:], axis=1) < 1) < 0.25
     assert trace.total_move[-1] < (1e-9 if x64 else 2e-4)
