@@ -41,10 +41,10 @@ from ._points import (
     PointSet,
     PointsProgram,
     ReparameterisedProgram,
-    affords_product,
     disagreement,
     log_densities_at,
     log_density_at,
+    product_nodes,
     random_points,
     sigma_points,
 )

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import cache, singledispatch
+from functools import cache, partial, singledispatch
 from typing import Any, NamedTuple
 
 import jax
@@ -57,16 +57,16 @@ class PointsProgram:
 
     ``log_density``: ``(data, point) -> nats``, the factor on one chunk's rows; ``mode``: "sigma_points" (the same points at
     every q), "monte_carlo" (fresh random rotations and radii every round), "values" (the same, with what gradients do not say of
-    a factor that jumps), or "auto" (sigma points while a few random draws agree with them; then, where it is ``refinable``, a
-    product rule while a coarser one agrees with it; then random points); ``num_pairs``: antithetic pairs of a random set, rounded
-    up to whole rotations; ``refinable``: whether latents and rows are few enough for product rules: see :func:`affords_product`.
+    a factor that jumps), or "auto" (sigma points while a few random draws agree with them; then a product rule
+    while these and a coarser one agree with it; then random points); ``num_pairs``: antithetic pairs of a random set, rounded up
+    to whole rotations; ``nodes``: of a product rule, along every axis, 0 where there is none: see :func:`product_nodes`.
     """
 
     log_density: Callable[[Any, Float[Array, "D"]], Float[Array, ""]]
     family: GaussianFamily
     mode: str = "auto"
     num_pairs: int = 16
-    refinable: bool = False
+    nodes: int = 0
 
     @property
     def noisy(self) -> bool:
@@ -106,7 +106,7 @@ class PointsProgram:
 
         ``random``: what :meth:`draw` gave, or None; ``sampled``: whether random points take the place of all others ("auto"
         only); ``dtype``: of the sigma points; ``trial``: whether values alone will do of random points; ``finer``: whether a
-        product rule takes the place of sigma points, where the program is ``refinable`` ("auto" only). Returns sigma points, a
+        product rule, where there is one, takes the place of sigma points ("auto" only). Returns sigma points, a
         product rule, or the random ones, as the mode and the flags say.
         """
         sigma = sigma_points(self.family.dim, dtype)
@@ -115,24 +115,40 @@ class PointsProgram:
         if self.mode in ("monte_carlo", "values"):
             return random._replace(slopes=not trial)
         fixed = sigma
-        if self.refinable:
-            fixed = _either(jnp.asarray(finer), product_rule(self.family.dim, dtype), sigma)
+        if self.nodes:
+            fixed = _either(jnp.asarray(finer), product_rule(self.family.dim, self.nodes, dtype), sigma)
         return _either(jnp.asarray(sampled), random, fixed)._replace(slopes=jnp.logical_not(sampled) if trial else True)
 
-    def compared(
-        self, draws: Float[Array, "K D"], finer: Bool[Array, ""] | bool
-    ) -> tuple[Float[Array, "L D"], Float[Array, "L"], Bool[Array, ""] | bool]:
-        """What the points in use are held to: random draws, or, where they are a product rule, a coarser one.
+    @property
+    def refinable(self) -> bool:
+        """Whether there is something finer than sigma points before draws."""
+        return self.mode == "auto" and self.nodes > 0
 
-        ``draws``: standard normal; ``finer``: whether the points are a product rule. Returns pairs, their weights (which add up to
-        1), and whether they are a rule.
+    def contradicted(
+        self,
+        moments: GaussianMoments,
+        factor: Expected,
+        draws: Float[Array, "K D"],
+        pairs: Callable[[Float[Array, "L D"]], Expected],
+        before: Bool[Array, ""],
+        finer: Bool[Array, ""],
+    ) -> Bool[Array, ""]:
+        """Whether expectations at fixed points are contradicted by random draws or, of a product rule, by a coarser one.
+
+        ``moments``: q; ``factor``: the expectations, summed over groups; ``draws``: standard normal; ``pairs``: what :meth:`pair`
+        finds at each of many points (leading axis), summed over groups; ``before``: whether draws have contradicted sigma points
+        before; ``finer``: whether the points are a product rule. See :func:`disagreement`.
         """
-        share = jnp.full(draws.shape[:1], 1.0 / draws.shape[0], draws.dtype)
-        if not (self.refinable and self.mode == "auto"):
-            return draws, share, False
-        eps, weight = (jnp.asarray(x, draws.dtype) for x in _product_arrays(self.family.dim, coarser=True))
-        (draws, eps), (share, weight) = _padded(draws, eps), _padded(share, weight)
-        return jnp.where(finer, eps, draws), jnp.where(finer, weight, share), jnp.asarray(finer)
+        if not self.refinable:
+            return disagreement(self.family, moments, factor, draws, pairs(draws), before)
+        coarse, weight = (jnp.asarray(x, draws.dtype) for x in _product_arrays(self.family.dim, self.nodes - 1, True))
+        eps, share = jnp.concatenate([draws, coarse]), jnp.full(draws.shape[:1], 1.0 / draws.shape[0], draws.dtype)
+        found = pairs(eps)
+        by_draws, by_rule = _padded(share, jnp.zeros_like(eps[:, 0]))[0], jnp.concatenate([0.0 * share, weight])
+        judged = partial(disagreement, self.family, moments, factor, eps, found)
+        # However much a factor varies about its quadratic model, a product rule knows it.
+        wrong = judged(before & ~finer, weight=by_draws, telling=~finer)
+        return wrong | (finer & judged(weight=by_rule, by_rule=True))
 
     def expected(
         self, chunk: Any, moments: GaussianMoments, probe: Any, level: Any, noise: PointSet, clip: Any
@@ -292,44 +308,55 @@ def sigma_points(dim: int, dtype: Any) -> PointSet:
     return PointSet(jnp.asarray(eps[None], dtype), jnp.asarray(weight[None], dtype), 1)
 
 
-# By the number of latents: nodes an axis of a product rule, an odd number, and of the coarser one that it is held to.
-_NODES = {1: (15, 12), 2: (11, 8), 3: (7, 6), 4: (5, 4)}
+# Nodes an axis of product rules at most, by the number of latents, and for more of these; and at least: two less than that are the
+# fewest of a coarser one.
+_MOST_NODES, _LEAST_NODES = {1: 15, 2: 11, 3: 7, 4: 5}, 3
+_OF_MORE = 4
 # Pairs that count for less are left out: far out in all coordinates at once densities overflow.
 _LEAST_WEIGHT = 1e-9
-# Rows times points that an evaluation by a product rule may cost.
-_MOST_LOOKS = 1 << 17
+# Rows times points that an evaluation by a product rule may cost, and latents from which on it always costs more.
+_MOST_LOOKS, _TOO_MANY = 1 << 18, 12
 
 
-def affords_product(dim: int, num_rows: int) -> bool:
-    """Whether latents and rows are few enough for product rules.
+def product_nodes(dim: int, num_rows: int) -> int:
+    """Nodes an axis of a product rule that latents and rows are few enough for.
 
-    ``dim``: D; ``num_rows``: N. Returns whether D is at most 4, and there are at most 2^17 points of rows.
+    ``dim``: D; ``num_rows``: N. Returns the most, of 3 to 15 (11, 7, 5 for two, three and four latents, 4 for more), with at most
+    2^18 points of rows in all; 0 where three have more.
     """
-    return dim in _NODES and 2 * len(_product_arrays(dim)[1]) * num_rows <= _MOST_LOOKS
+    if dim >= _TOO_MANY:
+        return 0
+    most = _MOST_NODES.get(dim, _OF_MORE)
+    affordable = (n for n in range(most, _LEAST_NODES - 1, -1) if n**dim * max(num_rows, 1) <= _MOST_LOOKS)
+    return next(affordable, 0)
 
 
 @cache
-def _product_arrays(dim: int, coarser: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs and weights of a product of Gauss-Hermite rules; a finer one's centre has the weight that is left."""
-    nodes, weights = np.polynomial.hermite_e.hermegauss(_NODES[dim][coarser])
-    eps = np.stack(np.meshgrid(*[nodes] * dim, indexing="ij"), axis=-1).reshape(-1, dim)
+def _product_arrays(dim: int, nodes: int, whole: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs and weights of a product of Gauss-Hermite rules; without the centre, which has the weight that is left.
+
+    ``whole``: with the centre, if it is a node, as a pair of its own, and with every pair.
+    """
+    at, weights = np.polynomial.hermite_e.hermegauss(nodes)
+    eps = np.stack(np.meshgrid(*[at] * dim, indexing="ij"), axis=-1).reshape(-1, dim)
     share = (
         np.stack(np.meshgrid(*[weights / weights.sum()] * dim, indexing="ij"), axis=-1).reshape(-1, dim).prod(axis=1)
     )
-    half = len(eps) // 2
-    eps, share = eps[len(eps) - half :], 2 * share[len(eps) - half :]
-    kept = share > _LEAST_WEIGHT
-    eps, share = eps[kept], share[kept]
+    half, odd = len(eps) // 2, len(eps) % 2
+    pairs, weight = eps[half + odd :], 2 * share[half + odd :]
+    if whole:
+        return np.concatenate([eps[half : half + odd], pairs]), np.concatenate([share[half : half + odd], weight])
+    pairs, weight = pairs[weight > _LEAST_WEIGHT], weight[weight > _LEAST_WEIGHT]
     # Unit covariance along every axis alike, whatever was left out.
-    return eps / np.sqrt(share @ eps[:, 0] ** 2), share
+    return pairs / np.sqrt(weight @ pairs[:, 0] ** 2), weight
 
 
-def product_rule(dim: int, dtype: Any) -> PointSet:
-    """A product of Gauss-Hermite rules: 15, 11, 7 and 5 nodes an axis for D = 1, 2, 3, 4, exact to twice that less one.
+def product_rule(dim: int, nodes: int, dtype: Any) -> PointSet:
+    """A product of Gauss-Hermite rules, exact along every axis to degree ``2 nodes - 1``.
 
-    ``dim``: D; ``dtype``: of the arrays. Returns blocks of as many pairs as :func:`sigma_points` has.
+    ``dim``: D; ``nodes``: along every axis; ``dtype``: of the arrays. Returns blocks of as many pairs as :func:`sigma_points` has.
     """
-    eps, weight = _product_arrays(dim)
+    eps, weight = _product_arrays(dim, nodes)
     pairs = _sigma_arrays(dim)[0].shape[0]
     blocks = -(-len(weight) // pairs)
     spare = blocks * pairs - len(weight)
@@ -413,7 +440,8 @@ def disagreement(
     pairs: Expected,
     again: Bool[Array, ""] | bool = False,
     weight: Float[Array, "K"] | None = None,
-    by_rule: Bool[Array, ""] | bool = False,
+    by_rule: bool = False,
+    telling: Bool[Array, ""] | bool = True,
 ) -> Bool[Array, ""]:
     """Whether antithetic draws contradict the expectations of a factor beyond their own standard errors, or vary too much.
 
@@ -422,15 +450,14 @@ def disagreement(
     ``family``: the family of q; ``moments``: q; ``factor``: expectations by sigma points, summed over groups; ``eps``: K
     standard normal draws, at least two; ``pairs``: what :meth:`PointsProgram.pair` found for each (leading axis K), summed over
     groups; ``again``: whether such points have been contradicted before. Heavy tails hide from most sets of draws: the points
-    are then believed only where draws hardly differ from the quadratic model; ``weight``: of the pairs, which add up to 1, or
-    None for equal ones; ``by_rule``: whether these are a rule and no draws: what they say has no standard error, and however
-    far the factor is from quadratic they tell. Returns True when one of the three differs, or the first varies too much to
-    tell; False where the draws are not finite.
+    are then believed only where draws hardly differ from the quadratic model; ``weight``: of the pairs, which add up to 1 (those
+    without any are no draws), or None for equal ones; ``by_rule``: whether the pairs are a rule and no draws: what they say has no
+    standard error; ``telling``: whether draws that vary too much contradict. Returns True when one of the three differs, or the
+    first varies too much to tell; False where the draws are not finite.
     """
     dim = eps.shape[1]
     weight = jnp.full(eps.shape[:1], 1.0 / eps.shape[0], eps.dtype) if weight is None else weight
-    # Draws may have pairs without weight behind them.
-    count, drawn_by = jnp.sum(weight > 0), jnp.where(by_rule, 0.0, 1.0)
+    count = jnp.sum(weight > 0)
     precision, scale = factor.target.precision, moments.scale
     gradient = family.pull(factor.target, moments.loc)
     if family.full:
@@ -445,8 +472,8 @@ def disagreement(
     odd = jnp.sum(eps * (whiten(pairs.product) + image), axis=-1)
 
     def spread_of(sample):
-        # Of a whole set of equally weighted draws, the unbiased variance.
-        return weight @ jnp.square(sample - weight @ sample) * (drawn_by * count / (count - 1))
+        # Of draws the unbiased variance.
+        return 0.0 * sample[0] if by_rule else weight @ jnp.square(sample - weight @ sample) * (count / (count - 1))
 
     def differs(sample, tolerance):
         return jnp.abs(weight @ sample) > tolerance + _ERRORS * jnp.sqrt(spread_of(sample) / count)
@@ -457,7 +484,7 @@ def disagreement(
     noise = spread * jnp.sqrt(2.0 / (count * (count - 1)))
     wrong = differs(value, VALUE_TOLERANCE) | (excess > GRADIENT_TOLERANCE**2 + 3 * _ERRORS * noise)
     wrong = wrong | differs(odd, CURVATURE_TOLERANCE * dim**0.5)
-    wrong = wrong | (jnp.sqrt(spread_of(value)) > jnp.where(again, _CONFIRMING, _UNTELLING))
+    wrong = wrong | (telling & (jnp.sqrt(spread_of(value)) > jnp.where(again, _CONFIRMING, _UNTELLING)))
     drawn = jnp.isfinite(jnp.sum(pairs.value) + jnp.sum(even) + jnp.sum(odd))
     known = jnp.isfinite(factor.value) & jnp.all(jnp.isfinite(image))
     finite = jnp.isfinite(jnp.sum(pairs.value)) & jnp.all(jnp.isfinite(pairs.target.precision_mean))

@@ -16,7 +16,7 @@ from numpyro.distributions.transforms import biject_to
 from .._compiling import Program
 from .._numerics import Flat, either_mode
 from .._state import SKIP_LIMIT, Plan, PVIState
-from ..expectations import FIXED_RULES, RULES, TOLERANCE, PointsProgram, disagreement
+from ..expectations import FIXED_RULES, RULES, TOLERANCE, PointsProgram
 from ..factors import (
     GroupMasks,
     ModelCall,
@@ -259,18 +259,16 @@ def _likelihood(problem: LocalProblem, evaluation: Evaluation, noise: Draws, bef
     program, moments = problem.program, evaluation.moments
     if not isinstance(program, PointsProgram):
         return jnp.array(False)
-    eps, *how = program.compared(noise.compared, finer)
-    pairs = problem.pairs(moments, eps)
-    return disagreement(problem.family, moments, sum_slots(evaluation.groups), eps, pairs, before, *how)
+    pairs = partial(problem.pairs, moments)
+    return program.contradicted(moments, sum_slots(evaluation.groups), noise.compared, pairs, before, finer)
 
 
 def _prior(problem: LocalProblem, evaluation: Evaluation, noise: Draws, before: Any, finer: Any) -> Any:
     program, moments = problem.prior_program, evaluation.moments
     if not isinstance(program, PointsProgram) or evaluation.prior is None:
         return jnp.array(False)
-    eps, *how = program.compared(noise.compared, finer)
-    pairs = jax.vmap(lambda e: program.pair(problem.data.prior, moments, e))(eps)
-    return disagreement(problem.family, moments, evaluation.prior, eps, pairs, before, *how)
+    pairs = jax.vmap(lambda e: program.pair(problem.data.prior, moments, e))
+    return program.contradicted(moments, evaluation.prior, noise.compared, pairs, before, finer)
 
 
 # --------------------------------------------------------------------------------------------------------------- engine

@@ -24,7 +24,7 @@ from ..expectations import (
     ReparameterisedProgram,
     RowProgram,
     SharedAffineProgram,
-    affords_product,
+    product_nodes,
     read_quadratic,
     sum_by_group,
 )
@@ -115,7 +115,7 @@ class FactorReader:
         def program(read: Callable[[Any], ModelCall], data: Any):
             density = partial(_chunk_log_likelihood, part, packing, read)
             if part.local is None:
-                return self._unstructured(density, part.likelihood), (data, None)
+                return self._unstructured(density, part.likelihood, part.table.num_rows), (data, None)
 
             slots = (data, *unit_slots(part, packing))
             if self.solver.matches_moments:
@@ -148,7 +148,7 @@ class FactorReader:
 
         return program(packed_call, (packed, packing.mask))
 
-    def _unstructured(self, density: Callable, kind: str, least: int = 1) -> Any:
+    def _unstructured(self, density: Callable, kind: str, num_rows: int, least: int = 1) -> Any:
         plan, part = self.plan, self.plan.partition
         mode = part.unstructured
         # What follows gradients alone has steps of its own.
@@ -156,7 +156,7 @@ class FactorReader:
         if kind == "reparameterised":
             return ReparameterisedProgram(density, plan.family, mode == "values")
         pairs = max(self.solver.num_draws, -(-self.num_particles // 2), least)
-        return PointsProgram(density, plan.family, mode, pairs, affords_product(plan.family.dim, part.table.num_rows))
+        return PointsProgram(density, plan.family, mode, pairs, product_nodes(plan.family.dim, num_rows))
 
     def _prepare(self, prepare: Callable, packing: Packing, dim: int):
         count, rows = packing.rows.shape
@@ -178,7 +178,7 @@ class FactorReader:
         def log_density(chunk, point):
             return prior_factor_log_density(call, point, part.prior_latents, part.outside, part.rows)
 
-        return self._unstructured(log_density, part.prior_kind, _PRIOR_PAIRS), (None, None)
+        return self._unstructured(log_density, part.prior_kind, plan.family.dim, _PRIOR_PAIRS), (None, None)
 
     def group_rows(self) -> GroupRows | None:
         """The groups' rows at points, for a stochastic solver, or chains on mini-batches; else None.

@@ -19,7 +19,7 @@ from ..expectations import (
     LocalLatentProgram,
     PointsProgram,
     QuadraticProgram,
-    affords_product,
+    product_nodes,
 )
 from ..factors import exact_log_constant
 from ..schedules import RoundCarry
@@ -111,8 +111,8 @@ def bare_program(plan: Plan, num_rules: int, engine: Any) -> Any:
         return AffineProgram(part.terms, family, num_rules)
     if part.likelihood == "draws":
         pairs = max(engine.solver.num_draws, -(-engine.num_particles // 2))
-        few = affords_product(family.dim, part.table.num_rows)
-        return PointsProgram(_no_rows, family, part.unstructured, pairs, few)
+        nodes = product_nodes(family.dim, part.table.num_rows)
+        return PointsProgram(_no_rows, family, part.unstructured, pairs, nodes)
     if part.likelihood == "local":
         local = LocalLatentProgram(_no_rows, family)
         return IntegratedProgram(_no_rows, family, 1) if engine.solver.matches_moments else local

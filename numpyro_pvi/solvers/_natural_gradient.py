@@ -66,8 +66,8 @@ class NaturalGradient(SolverDefaults):
             partition (PVI property 5).
         step_size: largest step in (0, 1], in natural space; 1 is the full step, as for ``damping`` in earlier PVI code.
         expectation: "auto" (closed form or quadrature where the structure allows, else sigma points while a few random
-            draws agree with them, then, for up to four latents and few rows, a product of Gauss-Hermite rules while a coarser
-            one agrees with it, else random points with gradients; for a mean-field q in many dimensions reparameterised
+            draws agree with them, then, of few latents and rows, a product of Gauss-Hermite rules while a coarser one agrees
+            with it, else random points with gradients; for a mean-field q in many dimensions reparameterised
             draws), or one to insist on: "exact", "quadrature", "sigma_points", "monte_carlo" (everything by draws: random
             points with gradients, right where these jump; of each latent under ``AutoExponentialFamily``), "reparameterised"
             (pairs without anything D x D, for a mean-field q).

@@ -13,7 +13,7 @@ from numpyro.infer.autoguide import AutoMultivariateNormal
 from scipy.optimize import minimize
 
 from numpyro_pvi import PVI, Partition
-from numpyro_pvi.expectations import PointsProgram, affords_product, disagreement, random_points, sigma_points
+from numpyro_pvi.expectations import PointsProgram, _points, disagreement, product_nodes, random_points, sigma_points
 from numpyro_pvi.families import MultivariateNormalFamily, NormalFamily
 from numpyro_pvi.runtime import _programs
 
@@ -74,7 +74,7 @@ def sets(program, sampled):
 def test_points_are_exact_for_cubics(dim, kind, full, x64):
     family, q = moments(dim, full)
     density, closed = cubic(dim)
-    program = PointsProgram(density, family, refinable=dim < 5)
+    program = PointsProgram(density, family, nodes=product_nodes(dim, 24))
     points = _fixed(program, True) if kind == "product" else sets(program, kind == "random")
     value, gradient, hessian = parts(family, q, program.expected(None, q, None, jnp.int32(0), points, False))
     exact = closed(np.asarray(q.loc), covariance(family, q))
@@ -247,7 +247,7 @@ def test_a_traced_loop_over_blocks_equals_the_unrolled_one(tolerance):
 
 
 def _refined(density, family):
-    return PointsProgram(density, family, refinable=True)
+    return PointsProgram(density, family, nodes=product_nodes(family.dim, 24))
 
 
 def _fixed(program, finer):
@@ -276,7 +276,7 @@ def test_product_rules_are_right_far_from_cubics(dim, full, finer, x64):
     assert max(errors) < bound if finer else dim == 1 or max(errors) > 2 * bound
 
 
-@pytest.mark.parametrize("dim", [1, 2, 3, 4])
+@pytest.mark.parametrize("dim", [1, 2, 3, 4, 6])
 def test_a_coarser_rule_confirms_what_draws_cannot_tell_and_contradicts_kinks(dim):
     """Values vary by nats from draw to draw where a factor is far from quadratic; a rule has no such error."""
     family = MultivariateNormalFamily(dim)
@@ -286,21 +286,44 @@ def test_a_coarser_rule_confirms_what_draws_cannot_tell_and_contradicts_kinks(di
     verdicts = []
     for density in (smooth, kinked):
         program = _refined(density, family)
+        pairs = jax.vmap(lambda e, program=program: program.pair(None, q, e))
         factor = program.expected(None, q, None, jnp.int32(0), _fixed(program, True), False)
-        eps, weight, by_rule = program.compared(draws, jnp.array(True))
-        pairs = jax.vmap(lambda e, program=program: program.pair(None, q, e))(eps)
-        verdicts.append(bool(disagreement(family, q, factor, eps, pairs, True, weight, by_rule)))
-        # Draws with pairs of no weight behind them are those draws.
-        eps, weight, by_rule = program.compared(draws, jnp.array(False))
-        pairs, alone = (jax.vmap(lambda e, program=program: program.pair(None, q, e))(x) for x in (eps, draws))
-        said = [disagreement(family, q, factor, draws, alone, a) for a in (False, True)]
-        assert said == [disagreement(family, q, factor, eps, pairs, a, weight, by_rule) for a in (False, True)]
+        verdicts.append(bool(program.contradicted(q, factor, draws, pairs, jnp.array(True), jnp.array(True))))
+        # Of sigma points draws alone judge, with the coarser rule's pairs beside them or without.
+        factor = program.expected(None, q, None, jnp.int32(0), _fixed(program, False), False)
+        for before in (False, True):
+            said = program.contradicted(q, factor, draws, pairs, jnp.array(before), jnp.array(False))
+            assert said == disagreement(family, q, factor, draws, pairs(draws), before)
     assert verdicts == [False, True]
 
 
+@pytest.mark.parametrize("part", ["value", "gradient"])
+def test_draws_contradict_a_product_rule_as_well(part, monkeypatch):
+    """What a coarser rule cannot be asked about, for a planted fault, draws of a quadratic know everything of."""
+
+    def draws_alone(*args, by_rule=False, **options):
+        return jnp.array(False) if by_rule else disagreement(*args, **options)
+
+    monkeypatch.setattr(_points, "disagreement", draws_alone)
+    dim = 2
+    family = MultivariateNormalFamily(dim)
+    q = family.moments(family.natural(jnp.zeros(dim), jnp.eye(dim)))
+    program = _refined(lambda _, z: -0.5 * jnp.sum(z**2), family)
+    factor = program.expected(None, q, None, jnp.int32(0), _fixed(program, True), False)
+    draws, pairs = jax.random.normal(jax.random.key(0), (16, dim)), jax.vmap(lambda e: program.pair(None, q, e))
+    off = {"value": (0.4, 0.0), "gradient": (0.0, 0.6)}[part]
+    wrong = dataclasses.replace(
+        factor,
+        value=factor.value + off[0],
+        target=family.natural(factor.target.precision_mean + off[1], factor.target.precision),
+    )
+    flags = jnp.array(False), jnp.array(True)
+    assert [bool(program.contradicted(q, x, draws, pairs, *flags)) for x in (factor, wrong)] == [False, True]
+
+
 def test_product_rules_are_for_few_latents_and_rows():
-    assert [affords_product(dim, 24) for dim in (1, 2, 3, 4, 5)] == [True, True, True, True, False]
-    assert affords_product(2, 1_000) and not affords_product(2, 2_000) and not affords_product(4, 1_000)
+    assert [product_nodes(dim, 24) for dim in (1, 2, 3, 4, 5, 6, 8, 9, 60)] == [15, 11, 7, 5, 4, 4, 3, 0, 0]
+    assert [product_nodes(3, rows) for rows in (700, 2_000, 9_000, 10_000)] == [7, 5, 3, 0]
 
 
 def decay(t, y):
@@ -354,7 +377,7 @@ def test_two_latents_without_structure_are_taken_by_a_product_rule(decayed, best
 
 
 def test_the_law_sees_fits_without_a_product_rule(decayed, best_normal, monkeypatch):
-    monkeypatch.setattr(_programs, "affords_product", lambda dim, num_rows: False)
+    monkeypatch.setattr(_programs, "product_nodes", lambda dim, num_rows: 0)
     jax.clear_caches()
     _, result = _fit(decayed)
     jax.clear_caches()
