@@ -115,7 +115,7 @@ class FactorReader:
         def program(read: Callable[[Any], ModelCall], data: Any):
             density = partial(_chunk_log_likelihood, part, packing, read)
             if part.local is None:
-                return self._unstructured(density, part.likelihood, part.table.num_rows), (data, None)
+                return self._unstructured(density, part.likelihood, _num_rows(packing)), (data, None)
 
             slots = (data, *unit_slots(part, packing))
             if self.solver.matches_moments:
@@ -199,6 +199,11 @@ class FactorReader:
             return sum(found, start=jnp.zeros((), point.dtype)) / count
 
         return GroupRows(beside_own if part.local else lambda chunk, point: density((chunk, None), point), *rows)
+
+
+def _num_rows(packing: Packing | GroupMasks) -> int:
+    """Rows of all groups, with what pads them; programs that are shared by groups of many sizes know their shapes alone."""
+    return packing.rows.size if isinstance(packing, Packing) else sum(len(x) for x in packing.group_of_row.values())
 
 
 def whole_call(model: Callable, part: PartitionPlan, args: tuple, kwargs: dict, params: dict) -> ModelCall:
