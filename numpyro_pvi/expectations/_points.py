@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from .._numerics import clip_to_psd, grad, invert_lower, value_and_grad
+from .._numerics import all_finite, clip_to_psd, grad, invert_lower, value_and_grad
 from ..factors import term_log_prob
 from ..families import GaussianFamily, GaussianMoments, NormalFamily
 from ._affine import AffineProgram, SharedAffineProgram
@@ -142,13 +142,14 @@ class PointsProgram:
         if not self.refinable:
             return disagreement(self.family, moments, factor, draws, pairs(draws), before)
         coarse, weight = (jnp.asarray(x, draws.dtype) for x in _product_arrays(self.family.dim, self.nodes - 1, True))
-        eps, share = jnp.concatenate([draws, coarse]), jnp.full(draws.shape[:1], 1.0 / draws.shape[0], draws.dtype)
-        found = pairs(eps)
-        by_draws, by_rule = _padded(share, jnp.zeros_like(eps[:, 0]))[0], jnp.concatenate([0.0 * share, weight])
-        judged = partial(disagreement, self.family, moments, factor, eps, found)
-        # However much a factor varies about its quadratic model, a product rule knows it.
-        wrong = judged(before & ~finer, weight=by_draws, telling=~finer)
-        return wrong | (finer & judged(weight=by_rule, by_rule=True))
+        # One place for both: the density is most of what is compiled.
+        found, judged = pairs(jnp.concatenate([draws, coarse])), partial(disagreement, self.family, moments, factor)
+        by_draws, by_rule = (jax.tree.map(lambda x, own=own: x[own], found) for own in _parts(len(draws)))
+        # However much a factor varies about its quadratic model, a product rule knows it. Where it is no number at the same nodes
+        # round after round, draws are at other places.
+        lost = ~(jnp.isfinite(factor.value) & all_finite(factor.target))
+        wrong = judged(draws, by_draws, before & ~finer, telling=~finer)
+        return wrong | (finer & (lost | judged(coarse, by_rule, weight=weight)))
 
     def expected(
         self, chunk: Any, moments: GaussianMoments, probe: Any, level: Any, noise: PointSet, clip: Any
@@ -369,6 +370,11 @@ def product_rule(dim: int, nodes: int, dtype: Any) -> PointSet:
     )
 
 
+def _parts(count: int) -> tuple[slice, slice]:
+    """The first so many of a leading axis, and those behind them."""
+    return slice(count), slice(count, None)
+
+
 def _padded(*arrays: Array) -> tuple[Array, ...]:
     """Arrays with zeros behind them, as long as the longest."""
     longest = max(len(x) for x in arrays)
@@ -440,7 +446,6 @@ def disagreement(
     pairs: Expected,
     again: Bool[Array, ""] | bool = False,
     weight: Float[Array, "K"] | None = None,
-    by_rule: bool = False,
     telling: Bool[Array, ""] | bool = True,
 ) -> Bool[Array, ""]:
     """Whether antithetic draws contradict the expectations of a factor beyond their own standard errors, or vary too much.
@@ -450,14 +455,12 @@ def disagreement(
     ``family``: the family of q; ``moments``: q; ``factor``: expectations by sigma points, summed over groups; ``eps``: K
     standard normal draws, at least two; ``pairs``: what :meth:`PointsProgram.pair` found for each (leading axis K), summed over
     groups; ``again``: whether such points have been contradicted before. Heavy tails hide from most sets of draws: the points
-    are then believed only where draws hardly differ from the quadratic model; ``weight``: of the pairs, which add up to 1 (those
-    without any are no draws), or None for equal ones; ``by_rule``: whether the pairs are a rule and no draws: what they say has no
-    standard error; ``telling``: whether draws that vary too much contradict. Returns True when one of the three differs, or the
-    first varies too much to tell; False where the draws are not finite.
+    are then believed only where draws hardly differ from the quadratic model; ``weight``: where the pairs are a rule and no draws,
+    theirs, which add up to 1: what they say has no standard error; ``telling``: whether draws that vary too much contradict.
+    Returns True when one of the three differs, or the first varies too much to tell; False where the draws are not finite.
     """
-    dim = eps.shape[1]
-    weight = jnp.full(eps.shape[:1], 1.0 / eps.shape[0], eps.dtype) if weight is None else weight
-    count = jnp.sum(weight > 0)
+    (count, dim), by_draws = eps.shape, weight is None
+    share = jnp.full((count,), 1.0 / count, eps.dtype) if weight is None else weight
     precision, scale = factor.target.precision, moments.scale
     gradient = family.pull(factor.target, moments.loc)
     if family.full:
@@ -471,20 +474,19 @@ def disagreement(
     even = whiten(pairs.target.precision_mean - gradient)
     odd = jnp.sum(eps * (whiten(pairs.product) + image), axis=-1)
 
-    def spread_of(sample):
-        # Of draws the unbiased variance.
-        return 0.0 * sample[0] if by_rule else weight @ jnp.square(sample - weight @ sample) * (count / (count - 1))
+    def variance(sample):
+        return jnp.var(sample, axis=0, ddof=1) if by_draws else 0.0 * sample[0]
 
     def differs(sample, tolerance):
-        return jnp.abs(weight @ sample) > tolerance + _ERRORS * jnp.sqrt(spread_of(sample) / count)
+        return jnp.abs(share @ sample) > tolerance + _ERRORS * jnp.sqrt(variance(sample) / count)
 
-    mean, spread = weight @ even, jnp.sum(spread_of(even))
+    mean, spread = share @ even, jnp.sum(variance(even))
     # Unbiased for the squared length of the mean; its own sd is at most the last factor below.
     excess = jnp.sum(mean**2) - spread / count
-    noise = spread * jnp.sqrt(2.0 / (count * (count - 1)))
+    noise = spread * (2.0 / (count * max(count - 1, 1))) ** 0.5
     wrong = differs(value, VALUE_TOLERANCE) | (excess > GRADIENT_TOLERANCE**2 + 3 * _ERRORS * noise)
     wrong = wrong | differs(odd, CURVATURE_TOLERANCE * dim**0.5)
-    wrong = wrong | (telling & (jnp.sqrt(spread_of(value)) > jnp.where(again, _CONFIRMING, _UNTELLING)))
+    wrong = wrong | (telling & (jnp.sqrt(variance(value)) > jnp.where(again, _CONFIRMING, _UNTELLING)))
     drawn = jnp.isfinite(jnp.sum(pairs.value) + jnp.sum(even) + jnp.sum(odd))
     known = jnp.isfinite(factor.value) & jnp.all(jnp.isfinite(image))
     finite = jnp.isfinite(jnp.sum(pairs.value)) & jnp.all(jnp.isfinite(pairs.target.precision_mean))

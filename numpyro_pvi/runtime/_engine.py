@@ -174,12 +174,13 @@ def settle(
 
     Sigma points stay while a few random draws agree with them; the comparison is made whenever q has moved by half a posterior
     sd since the last one, and every eight rounds: what the points do not see, q may grow into until it stands still at an
-    optimum of theirs. Once contradicted they are tried again when q has become narrower, and every eight rounds; from then on
-    draws have to confirm them. ``evaluation``: an evaluation at these sites, or one of the right shapes when ``stale``;
+    optimum of theirs. Once contradicted they give way to a product rule, where there is one, and that in the same way to draws, of
+    which all three are tried again when q has become narrower, and every eight rounds; from then on draws have to confirm sigma
+    points. ``evaluation``: an evaluation at these sites, or one of the right shapes when ``stale``;
     ``noise``: draws for this evaluation and the next round; ``moved``: how far q has moved since the last call, in posterior
     sds; ``stale``: whether the evaluation must be made afresh; known before the program runs where there is nothing to decide;
     ``again``: whether to repeat the last evaluation to the letter: its quadrature rule, and its choice of points; ``barred``:
-    whether rounds stand still, which contradicts sigma points: their messages do not lead up their own values. Returns the
+    whether rounds stand still, which contradicts fixed points: their messages do not lead up their own values. Returns the
     evaluation; its rule carries the decision.
     """
     able = jnp.asarray([getattr(p, "mode", "") == "auto" for p in (problem.program, problem.prior_program)])
@@ -198,17 +199,27 @@ def settle(
     ask = able & ~(old.sampled & ~retry) & (due | retry)
     barred = able & ~old.sampled & barred & ~jnp.asarray(again)
     wait = jnp.where(jnp.any(barred), (1 - _LONGER) * COMPARED_MOVE, jnp.where(due, 0.0, travelled))
+    refined = barred & _refinable(problem) & ~old.finer
     points = Points(
-        (old.sampled & ~retry) | barred, jnp.where(barred, spread, old.anchor), wait.astype(old.moved.dtype), old.finer
+        (old.sampled & ~retry) | (barred & ~refined),
+        jnp.where(barred & ~refined, spread, old.anchor),
+        wait.astype(old.moved.dtype),
+        # From sigma points on: where a product rule is no number, few points may well be some.
+        (old.finer & ~retry) | refined,
     )
-    by_draws = problem.sampled(evaluation.rule) | jnp.any(barred)
-    return _settled(problem, sites, evaluation, noise, points, ask & ~barred, by_draws | stale, again)
+    anew = problem.sampled(evaluation.rule) | jnp.any(barred) | stale
+    return _settled(problem, sites, evaluation, noise, points, (ask & ~barred) | refined, anew, again)
+
+
+def _refinable(problem: LocalProblem) -> Bool[Array, "2"]:
+    """Whether a product rule may take the place of sigma points: of the likelihood, and of the prior factor."""
+    return jnp.asarray([getattr(p, "refinable", False) for p in (problem.program, problem.prior_program)])
 
 
 def _settled(problem, sites, evaluation: Evaluation, noise, points: Points, ask, stale, again) -> Evaluation:
     # Finite once they have been contradicted.
     before = jnp.isfinite(points.anchor)
-    refinable = jnp.asarray([getattr(p, "refinable", False) for p in (problem.program, problem.prior_program)])
+    refinable = _refinable(problem)
 
     def unfinished(state):
         _, ask, stale = state

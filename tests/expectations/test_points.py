@@ -289,6 +289,9 @@ def test_a_coarser_rule_confirms_what_draws_cannot_tell_and_contradicts_kinks(di
         pairs = jax.vmap(lambda e, program=program: program.pair(None, q, e))
         factor = program.expected(None, q, None, jnp.int32(0), _fixed(program, True), False)
         verdicts.append(bool(program.contradicted(q, factor, draws, pairs, jnp.array(True), jnp.array(True))))
+        # Nor does a rule stay that is no number at its nodes.
+        nowhere = dataclasses.replace(factor, value=jnp.nan * factor.value)
+        assert program.contradicted(q, nowhere, draws, pairs, jnp.array(False), jnp.array(True))
         # Of sigma points draws alone judge, with the coarser rule's pairs beside them or without.
         factor = program.expected(None, q, None, jnp.int32(0), _fixed(program, False), False)
         for before in (False, True):
@@ -301,8 +304,8 @@ def test_a_coarser_rule_confirms_what_draws_cannot_tell_and_contradicts_kinks(di
 def test_draws_contradict_a_product_rule_as_well(part, monkeypatch):
     """What a coarser rule cannot be asked about, for a planted fault, draws of a quadratic know everything of."""
 
-    def draws_alone(*args, by_rule=False, **options):
-        return jnp.array(False) if by_rule else disagreement(*args, **options)
+    def draws_alone(*args, weight=None, **options):
+        return disagreement(*args, **options) if weight is None else jnp.array(False)
 
     monkeypatch.setattr(_points, "disagreement", draws_alone)
     dim = 2
