@@ -309,10 +309,10 @@ def sigma_points(dim: int, dtype: Any) -> PointSet:
     return PointSet(jnp.asarray(eps[None], dtype), jnp.asarray(weight[None], dtype), 1)
 
 
-# Nodes an axis of product rules at most, by the number of latents, and for more of these; and at least: two less than that are the
-# fewest of a coarser one.
-_MOST_NODES, _LEAST_NODES = {1: 15, 2: 11, 3: 7, 4: 5}, 3
-_OF_MORE = 4
+# Nodes an axis of product rules at most, by the number of latents, and for more of these; and at least, for a higher degree than
+# that of sigma points.
+_MOST_NODES, _OF_MORE = {1: 15, 2: 11, 3: 7, 4: 5}, 4
+_LEAST_NODES, _LEAST_OF_MORE = {1: 9, 2: 4, 3: 4}, 3
 # Pairs that count for less are left out: far out in all coordinates at once densities overflow.
 _LEAST_WEIGHT = 1e-9
 # Rows times points that an evaluation by a product rule may cost, and latents from which on it always costs more.
@@ -322,13 +322,13 @@ _MOST_LOOKS, _TOO_MANY = 1 << 18, 12
 def product_nodes(dim: int, num_rows: int) -> int:
     """Nodes an axis of a product rule that latents and rows are few enough for.
 
-    ``dim``: D; ``num_rows``: N. Returns the most, of 3 to 15 (11, 7, 5 for two, three and four latents, 4 for more), with at most
-    2^18 points of rows in all; 0 where three have more.
+    ``dim``: D; ``num_rows``: N. Returns the most, up to 15, 11, 7 and 5 for one to four latents and 4 for more, with at most 2^18
+    points of rows in all; 0 where as few as are of a higher degree than :func:`sigma_points` have more.
     """
     if dim >= _TOO_MANY:
         return 0
-    most = _MOST_NODES.get(dim, _OF_MORE)
-    affordable = (n for n in range(most, _LEAST_NODES - 1, -1) if n**dim * max(num_rows, 1) <= _MOST_LOOKS)
+    most, least = _MOST_NODES.get(dim, _OF_MORE), _LEAST_NODES.get(dim, _LEAST_OF_MORE)
+    affordable = (n for n in range(most, least - 1, -1) if n**dim * max(num_rows, 1) <= _MOST_LOOKS)
     return next(affordable, 0)
 
 
