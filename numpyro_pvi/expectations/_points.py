@@ -7,8 +7,8 @@ A set of P antithetic pairs ``loc +- S eps_k`` with weights ``w_k``, ``sum_k w_k
     E[hess f] =  sym S^-T sum_k w_k eps_k (g_k^+ - g_k^-)^T / 2         (Stein's identity, E[Lambda (theta - m) grad f^T]),
 
 all exact for cubic f, and further where the set is a product of Gauss-Hermite rules, which few latents allow. The gradient may
-jump: no second derivative is ever taken. Where f itself jumps its gradient does not say
-by how much, and what it leaves of f beside the quadratic with these expectations, ``r``, has expectations of its own, by values:
+jump: no second derivative is ever taken. Where f itself jumps its gradient does not say by how much, and what it leaves of f
+beside the quadratic with these expectations, ``r``, has expectations of its own, by values:
 
     E[grad r] = S^-T E[eps r],    E[hess r] = S^-T E[(eps eps^T - I) r] S^-1           (Bonnet's and Price's theorems, by parts).
 
@@ -57,9 +57,9 @@ class PointsProgram:
 
     ``log_density``: ``(data, point) -> nats``, the factor on one chunk's rows; ``mode``: "sigma_points" (the same points at
     every q), "monte_carlo" (fresh random rotations and radii every round), "values" (the same, with what gradients do not say of
-    a factor that jumps), or "auto" (sigma points while a few random draws agree with them; then a product rule
-    while these and a coarser one agree with it; then random points); ``num_pairs``: antithetic pairs of a random set, rounded up
-    to whole rotations; ``nodes``: of a product rule, along every axis, 0 where there is none: see :func:`product_nodes`.
+    a factor that jumps), or "auto" (sigma points while a few random draws agree with them; then a product rule while these and a
+    coarser one agree with it; then random points); ``num_pairs``: antithetic pairs of a random set, rounded up to whole
+    rotations; ``nodes``: of a product rule, along every axis, 0 where there is none: see :func:`product_nodes`.
     """
 
     log_density: Callable[[Any, Float[Array, "D"]], Float[Array, ""]]
@@ -106,8 +106,8 @@ class PointsProgram:
 
         ``random``: what :meth:`draw` gave, or None; ``sampled``: whether random points take the place of all others ("auto"
         only); ``dtype``: of the sigma points; ``trial``: whether values alone will do of random points; ``finer``: whether a
-        product rule, where there is one, takes the place of sigma points ("auto" only). Returns sigma points, a
-        product rule, or the random ones, as the mode and the flags say.
+        product rule, where there is one, takes the place of sigma points ("auto" only). Returns sigma points, a product rule, or
+        the random ones, as the mode and the flags say.
         """
         sigma = sigma_points(self.family.dim, dtype)
         if random is None or self.mode == "sigma_points":
@@ -477,10 +477,14 @@ def disagreement(
     def variance(sample):
         return jnp.var(sample, axis=0, ddof=1) if by_draws else 0.0 * sample[0]
 
-    def differs(sample, tolerance):
-        return jnp.abs(share @ sample) > tolerance + _ERRORS * jnp.sqrt(variance(sample) / count)
+    def mean_of(sample):
+        # No product of matrices, which accelerators take in half the digits.
+        return jnp.sum(sample.T * share, axis=-1)
 
-    mean, spread = share @ even, jnp.sum(variance(even))
+    def differs(sample, tolerance):
+        return jnp.abs(mean_of(sample)) > tolerance + _ERRORS * jnp.sqrt(variance(sample) / count)
+
+    mean, spread = mean_of(even), jnp.sum(variance(even))
     # Unbiased for the squared length of the mean; its own sd is at most the last factor below.
     excess = jnp.sum(mean**2) - spread / count
     noise = spread * (2.0 / (count * max(count - 1, 1))) ** 0.5
