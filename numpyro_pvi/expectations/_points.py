@@ -117,6 +117,9 @@ class PointsProgram:
         fixed = sigma
         if self.nodes:
             fixed = _either(jnp.asarray(finer), product_rule(self.family.dim, self.nodes, dtype), sigma)
+        else:
+            # Sigma points that gave way to a rule which more rows have none of: they do not stand for it.
+            sampled = jnp.asarray(sampled) | finer
         return _either(jnp.asarray(sampled), random, fixed)._replace(slopes=jnp.logical_not(sampled) if trial else True)
 
     @property
@@ -144,7 +147,7 @@ class PointsProgram:
         coarse, weight = (jnp.asarray(x, draws.dtype) for x in _product_arrays(self.family.dim, self.nodes - 1, True))
         # One place for both: the density is most of what is compiled.
         found, judged = pairs(jnp.concatenate([draws, coarse])), partial(disagreement, self.family, moments, factor)
-        by_draws, by_rule = (jax.tree.map(lambda x, own=own: x[own], found) for own in _parts(len(draws)))
+        by_draws, by_rule = (jax.tree.map(f, found) for f in (lambda x: x[: len(draws)], lambda x: x[len(draws) :]))
         # However much a factor varies about its quadratic model, a product rule knows it. Where it is no number at the same nodes
         # round after round, draws are at other places.
         lost = ~(jnp.isfinite(factor.value) & all_finite(factor.target))
@@ -315,8 +318,8 @@ _MOST_NODES, _OF_MORE = {1: 15, 2: 11, 3: 7, 4: 5}, 4
 _LEAST_NODES, _LEAST_OF_MORE = {1: 9, 2: 4, 3: 4}, 3
 # Pairs that count for less are left out: far out in all coordinates at once densities overflow.
 _LEAST_WEIGHT = 1e-9
-# Rows times points that an evaluation by a product rule may cost, and latents from which on it always costs more.
-_MOST_LOOKS, _TOO_MANY = 1 << 18, 12
+# Rows times points that an evaluation by a product rule may cost.
+_MOST_LOOKS = 1 << 18
 
 
 def product_nodes(dim: int, num_rows: int) -> int:
@@ -325,8 +328,6 @@ def product_nodes(dim: int, num_rows: int) -> int:
     ``dim``: D; ``num_rows``: N. Returns the most, up to 15, 11, 7 and 5 for one to four latents and 4 for more, with at most 2^18
     points of rows in all; 0 where as few as are of a higher degree than :func:`sigma_points` have more.
     """
-    if dim >= _TOO_MANY:
-        return 0
     most, least = _MOST_NODES.get(dim, _OF_MORE), _LEAST_NODES.get(dim, _LEAST_OF_MORE)
     affordable = (n for n in range(most, least - 1, -1) if n**dim * max(num_rows, 1) <= _MOST_LOOKS)
     return next(affordable, 0)
@@ -368,11 +369,6 @@ def product_rule(dim: int, nodes: int, dtype: Any) -> PointSet:
         jnp.asarray(blocks * weight.reshape(blocks, pairs), dtype),
         blocks,
     )
-
-
-def _parts(count: int) -> tuple[slice, slice]:
-    """The first so many of a leading axis, and those behind them."""
-    return slice(count), slice(count, None)
 
 
 def _padded(*arrays: Array) -> tuple[Array, ...]:

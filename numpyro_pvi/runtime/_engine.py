@@ -196,18 +196,20 @@ def settle(
     due = travelled >= COMPARED_MOVE
     # Before the first evaluation there is no spread to go by.
     retry = old.sampled & ((spread < old.anchor - RETRY_DROP) | due) & ~jnp.asarray(stale)
-    ask = able & ~(old.sampled & ~retry) & (due | retry)
+    # Rows that were fewer had a product rule: draws stand for it, until sigma points are tried anew.
+    gone = old.finer & ~_refinable(problem)
+    ask = able & ~(old.sampled & ~retry) & (due | retry) & ~gone
     barred = able & ~old.sampled & barred & ~jnp.asarray(again)
     wait = jnp.where(jnp.any(barred), (1 - _LONGER) * COMPARED_MOVE, jnp.where(due, 0.0, travelled))
     refined = barred & _refinable(problem) & ~old.finer
     points = Points(
-        (old.sampled & ~retry) | (barred & ~refined),
+        (old.sampled & ~retry) | gone | (barred & ~refined),
         jnp.where(barred & ~refined, spread, old.anchor),
         wait.astype(old.moved.dtype),
         # From sigma points on: where a product rule is no number, few points may well be some.
-        (old.finer & ~retry) | refined,
+        (old.finer & ~retry & ~gone) | refined,
     )
-    anew = problem.sampled(evaluation.rule) | jnp.any(barred) | stale
+    anew = problem.sampled(evaluation.rule) | jnp.any(barred | gone) | stale
     return _settled(problem, sites, evaluation, noise, points, (ask & ~barred) | refined, anew, again)
 
 

@@ -387,3 +387,17 @@ def test_the_law_sees_fits_without_a_product_rule(decayed, best_normal, monkeypa
     _, result = _fit(decayed)
     jax.clear_caches()
     assert abs(float(result.losses[-1]) - best_normal[0]) > 1e-3
+
+
+def test_draws_stand_for_a_product_rule_that_more_rows_have_none_of(decayed, monkeypatch):
+    """A state that goes on with them neither says that it has the rule nor takes sigma points for it, nor is its evidence exact."""
+    state = _fit(decayed)[1].state
+    assert bool(state.rule.points.finer[0]) and not bool(state.rule.points.sampled[0])
+    monkeypatch.setattr(_programs, "product_nodes", lambda dim, num_rows: 0)
+    jax.clear_caches()
+    pvi = PVI(Partition(decay, "rows", 3), AutoMultivariateNormal(decay))
+    assert float(pvi.log_evidence(state, *decayed, with_error=True)[1]) > 0.0
+    after, _ = pvi.update(state, *decayed)
+    jax.clear_caches()
+    assert "product rule" not in str(pvi.info(after))
+    assert not bool(after.rule.points.finer[0])
