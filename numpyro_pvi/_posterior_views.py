@@ -228,13 +228,11 @@ def words_of(kind: str, state: PVIState, which: int, solver: LocalSolver) -> str
         return f"quadrature ({RULES[min(int(state.rule.level), len(RULES) - 1)]})"
     if kind in ("quadratic", "reparameterised"):
         return {"quadratic": "closed form", "reparameterised": "reparameterised draws"}[kind]
-    if kind == "local":
-        return "monte_carlo"
     mode = state.plan.partition.unstructured
-    if mode == "auto":
+    if mode == "auto" and not (kind == "local" and solver.stochastic):
         sampled, finer = (bool(np.asarray(x)[which]) for x in (state.rule.points.sampled, state.rule.points.finer))
         mode = "monte_carlo" if sampled else "product rule" if finer else "sigma_points"
-    return mode
+    return "monte_carlo" if kind == "local" and mode not in ("sigma_points", "product rule") else mode
 
 
 def _moment_words(kind: str, state: PVIState, which: int, solver: Any) -> str | None:

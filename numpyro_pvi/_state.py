@@ -169,7 +169,7 @@ class Plan:
         part = self.partition
         random = {"auto": rule.points.sampled, "sigma_points": (False, False)}.get(part.unstructured, (True, True))
         kinds = zip((part.likelihood, part.prior_kind), random, strict=True)
-        return any(kind in ("local", "reparameterised") or (kind == "draws" and bool(own)) for kind, own in kinds)
+        return any(kind == "reparameterised" or (kind in ("draws", "local") and bool(own)) for kind, own in kinds)
 
     def shared_draws(self, q: Any, rng_key: Any, count: int) -> Any:
         """Draws of the latents outside the partitioned plates from q, a leading axis long; latents of rows are left out.

@@ -241,7 +241,8 @@ class Holders:
         packing = pack_rows(table, choose_chunk_rows(table.sizes, dim=parts[0].layout.dim))
         shape: dict[str, Any] = {"chunk_rows": packing.rows.shape[1], "num_chunks": packing.rows.shape[0]}
         if parts[0].local is not None:
-            shape["local"] = dataclasses.replace(parts[0].local, size=len(rows))
+            terms = max(part.local.terms for part in parts if part.local is not None)
+            shape["local"] = dataclasses.replace(parts[0].local, size=len(rows), terms=terms)
         return dataclasses.replace(_joined(parts), table=table, **shape), packing
 
     def compare_priors(self, engine: Any, plan: Any, arguments: tuple) -> None:
@@ -358,8 +359,8 @@ def _fixed(part: PartitionPlan) -> dict[str, Any]:
         "remarks",
     )
     found = {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if f.name not in free}
-    # One for every row, whose number is the client's own.
-    return found | {"local": None if part.local is None else dataclasses.replace(part.local, size=0)}
+    # One for every row, whose number is the client's own, and what a look at it costs.
+    return found | {"local": None if part.local is None else dataclasses.replace(part.local, size=0, terms=1)}
 
 
 def _joined(parts: list[PartitionPlan]) -> PartitionPlan:

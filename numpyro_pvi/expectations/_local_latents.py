@@ -1,11 +1,11 @@
-"""Factors whose groups have latents of their own: taken together with the shared ones, or integrated out."""
+"""Factors whose groups have latents of their own, taken together with the shared ones: by draws, or by fixed points."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,35 +13,44 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from .._numerics import diagonal, grad, hessian_of, inverse_root, scaled_cholesky, symmetrise, value_and_grad
+from .._numerics import diagonal, grad, hessian_of, value_and_grad
 from ..families import (
     ConditionalMoments,
     ConditionalNatural,
     GaussianFamily,
     GaussianMoments,
-    GaussianNatural,
     bounded_precision,
     conditional_moments,
 )
 from ._expected import Expected
-from ._tilted import normal_cloud, shifted_normals
+from ._point_sets import FixedRule, JointRules, differing
+from ._tilted import shifted_normals
 
 
 class LocalNoise(NamedTuple):
-    """Standard normal draws of one round; see :func:`own_normals`."""
+    """Standard normal draws of one round, see :func:`own_normals`, and whether fixed points take their place."""
 
     # For the shared latents; all groups use the same.
     shared: Float[Array, "S D"]
     # For every unit's (plate index's) local latents, so that a unit's draws do not depend on the partition; those after the first S
     # are for the curvature that corrects values.
     local: Float[Array, "U T K"]
+    # Whether draws are in use; of fixed points, whether those are that others are held to.
+    sampled: Bool[Array, ""] | bool = True
+    checking: Bool[Array, ""] | bool = False
+    # Of draws that are made where units are, from a key in the place of ``local``: how many there are in all, and the first of the
+    # S that are meant.
+    total: int = 0
+    first: Int[Array, ""] | int = 0
 
 
 # Pairs whose curvature corrects values: one for so many, up to so many. Four leave .95 to 1.4 times the noise that the draws' own
 # curvature does (graded responses, Gamma-Poisson, measurement error).
 _PAIRS_A_CORRECTION, _MOST_CORRECTIONS = 4, 4
-# Of the shared latents' part in these, which is the same in every round; and what makes the key of the others. A small number would
-# give one of the keys that the round's own draws are of: splitting a key folds numbers from 0 in.
+# Batches of a round's draws, each with its own expectations, that fixed points are compared with.
+_BATCHES = 8
+# Of the shared latents' part in corrections, which is the same in every round; and what makes the key of the others. A small number
+# would give one of the keys that the round's own draws are of: splitting a key folds numbers from 0 in.
 _CORRECTION_SEED = 0xC0FFEE
 
 
@@ -57,6 +66,13 @@ def own_normals(key: Any, dim: int, width: int, count: int, units: int, dtype: A
     return LocalNoise(shared, jnp.concatenate([local, apart], axis=1))
 
 
+def drawn_of(noise: LocalNoise, local: Float[Array, "U T K"]) -> LocalNoise:
+    """Draws told by a key, with those of some units. ``noise``: what was told; ``local``: all draws of the units."""
+    count, ends = noise.shared.shape[0], local.shape[:1] + local.shape[2:]
+    meant = jax.lax.dynamic_slice(local, (0, noise.first, 0), (ends[0], count, ends[1]))
+    return noise._replace(local=jnp.concatenate([meant, local[:, noise.total :]], axis=1))
+
+
 def _both_signs(noise: LocalNoise, local: Float[Array, "R T K"]) -> tuple[Array, Array, int]:
     """Pairs with both signs, leading axis 2 T: those of the round first, whose number 2 S comes third.
 
@@ -70,11 +86,92 @@ def _both_signs(noise: LocalNoise, local: Float[Array, "R T K"]) -> tuple[Array,
     return shared, jnp.concatenate([local[:count], -local[:count], local[count:], -local[count:]]), 2 * count
 
 
-def _over_draws(found: Any, count: int) -> tuple[Any, Any]:
-    """Means over the round's draws, and over those that correct values; zeros for the latter if there are none."""
-    return jax.tree.map(lambda x: jnp.mean(x[:count], axis=0), found), jax.tree.map(
-        lambda x: jnp.mean(x[count:], axis=0) if len(x) > count else jnp.zeros_like(x[0]), found
-    )
+def _weigh(weight: Float[Array, "P"], x: Float[Array, "P ..."]) -> Array:
+    """A weighted sum over points, of those that count; no product of matrices, which accelerators take in half the digits."""
+    weight = weight.reshape(-1, *(1,) * (x.ndim - 1))
+    return jnp.sum(jnp.where(weight != 0, weight * x, 0.0), axis=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Points:
+    """The points of one evaluation in blocks as large as the draws: these in one, or fixed ones in as many as they need.
+
+    ``shared``, ``local``: draws with both signs, leading axis P; ``count``: of the round's, the others correct values; ``noise``:
+    which points are in use; ``rules``: the fixed ones, or None where there are none; ``unrolled``: whether the loop over blocks is
+    to be differentiated in reverse mode.
+    """
+
+    shared: Float[Array, "P D"]
+    local: Float[Array, "P R K"]
+    count: int
+    noise: LocalNoise
+    rules: JointRules | None
+    unrolled: bool
+
+    @classmethod
+    def of(cls, noise: LocalNoise, local: Float[Array, "R T K"], rules: JointRules | None, unrolled: bool) -> _Points:
+        """``local``: draws of the rows at hand; see :class:`_Points` for the others."""
+        return cls(*_both_signs(noise, local), noise, rules, unrolled)
+
+    def means(self, look: Callable, place: Callable) -> tuple[Any, Any]:
+        """Means over the points that are in use, and, where these are draws, over those that correct values.
+
+        ``look``: theta and z to arrays; ``place``: whitened points of both, with a leading axis, to these.
+        """
+        size, dtype = self.shared.shape[0], self.shared.dtype
+        own = jnp.where(jnp.arange(size) < self.count, 1 / self.count, 0.0).astype(dtype)
+        apart = jnp.where(own > 0, 0.0, 1 / max(size - self.count, 1)).astype(dtype)
+        look_at = jax.vmap(look)
+
+        def block(shared: Array, local: Array, *weights: Array) -> tuple[Any, Any]:
+            found = look_at(*place(shared, local))
+            return tuple(jax.tree.map(partial(_weigh, w), found) for w in weights)  # type: ignore[return-value]
+
+        if self.rules is None:
+            return block(self.shared, self.local, own, apart)
+        eps, weight, count = self._fixed(self.rules)
+        dim, sampled = self.shared.shape[1], jnp.asarray(self.noise.sampled)
+
+        def at(i: Any) -> tuple[Any, Any]:
+            local = jnp.broadcast_to(eps[i][:, None, dim:], self.local.shape)
+            both = (self.shared, self.local, own, apart), (eps[i][:, :dim], local, weight[i], weight[i])
+            return block(*jax.tree.map(partial(jnp.where, sampled), *both))
+
+        if self.unrolled:
+            used = jnp.arange(len(eps)) < jnp.where(sampled, 1, count)
+            found = jax.lax.map(
+                lambda i: jax.tree.map(lambda x: jnp.where(used[i], x, 0.0), at(i)), jnp.arange(len(eps))
+            )
+            return jax.tree.map(lambda x: jnp.sum(x, axis=0), found)
+        # One trace serves for the shapes and for the loop.
+        at = jax.jit(at, inline=True)
+        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(at, 0))
+        count = jnp.where(sampled, 1, count)
+        return jax.lax.fori_loop(0, count, lambda i, total: jax.tree.map(jnp.add, total, at(i)), zero)
+
+    def _fixed(self, rules: JointRules) -> tuple[Array, Array, Array]:
+        """Points and weights of the fixed rule that is meant, in blocks, and how many of these it has."""
+        size, dtype, checking = *self.shared.shape[:1], self.shared.dtype, self.noise.checking
+        if checking is False:
+            eps, weight = _blocks(rules.used, size, 1)
+            return jnp.asarray(eps, dtype), jnp.asarray(weight, dtype), jnp.asarray(len(eps))
+        both = rules.used, rules.check
+        blocks = [-(-len(r.weight) // size) for r in both]
+        eps, weight = (np.stack(x) for x in zip(*(_blocks(r, size, max(blocks)) for r in both), strict=True))
+        which = jnp.asarray(checking, jnp.int32)
+        return jnp.asarray(eps, dtype)[which], jnp.asarray(weight, dtype)[which], jnp.asarray(blocks)[which]
+
+    def corrects(self, correction: Array) -> Array:
+        """What draws' own second moments are off; those of fixed points are not."""
+        return correction if self.rules is None else jnp.where(self.noise.sampled, correction, 0.0)
+
+
+def _blocks(rule: FixedRule, size: int, least: int) -> tuple[np.ndarray, np.ndarray]:
+    """A rule in blocks of so many points, filled up with some that do not count to at least so many blocks."""
+    count = max(least, -(-len(rule.weight) // size))
+    spare = size * count - len(rule.weight)
+    eps, weight = np.pad(rule.eps, [(0, spare), (0, 0)]), np.pad(rule.weight, (0, spare))
+    return eps.reshape(count, size, -1), weight.reshape(count, size)
 
 
 class LocalChunk(NamedTuple):
@@ -118,12 +215,106 @@ class LocalLatentProgram:
         at_mean: whether the shared block of the curvature is that at q's means in place of the draws' average: for solvers whose
             steps do not read it, since its D tangents of every draw are most of what a pass costs where D is large. The value
             stays exact for quadratics.
+        rules: fixed points that take the place of draws while these, and other fixed ones, agree with them: see
+            :func:`numpyro_pvi.expectations.joint_rules`. None for draws alone.
     """
 
     log_density: Callable[[Any, Float[Array, "D"], Float[Array, "R K"]], Float[Array, ""]]
     family: GaussianFamily
     at_mean: bool = False
+    rules: JointRules | None = None
     noisy: bool = dataclasses.field(default=True, init=False)
+
+    @property
+    def mode(self) -> str:
+        """As of :class:`numpyro_pvi.expectations.PointsProgram`: "auto" or "monte_carlo"."""
+        return "monte_carlo" if self.rules is None else "auto"
+
+    @property
+    def refinable(self) -> bool:
+        """Whether fixed points are a product rule, which nothing coarser comes before."""
+        return self.rules is not None and self.rules.product
+
+    @property
+    def begins_finer(self) -> bool:
+        """The same: whether such a rule is what is tried first."""
+        return self.refinable
+
+    def choose(self, noise: LocalNoise, sampled: Bool[Array, ""] | bool, finer: Bool[Array, ""] | bool) -> LocalNoise:
+        """The points to use.
+
+        ``noise``: the round's draws; ``sampled``: whether they take the place of fixed points; ``finer``: whether a product rule
+        was in use. Returns the draws, and what is in use.
+        """
+        if self.rules is None:
+            return noise
+        # As of PointsProgram.choose: where there is no product rule any more, draws stand for it.
+        return noise._replace(sampled=sampled if self.refinable else jnp.asarray(sampled) | finer)
+
+    def contradicted(
+        self,
+        moments: GaussianMoments,
+        factor: Expected,
+        rows: ConditionalNatural | None,
+        noise: LocalNoise,
+        look: Callable[[LocalNoise], Expected],
+    ) -> Bool[Array, ""]:
+        """Whether expectations at fixed points are contradicted by batches of draws, or by other fixed points.
+
+        What is compared: values, the gradients of the factors of the shared latents with those of the rows' own, and the traces
+        of their curvatures, all in whitened coordinates.
+
+        Args:
+            moments: q(theta).
+            factor: the expectations by group.
+            rows: what q says of the rows' own latents; None where they are not here: values and shared latents alone are compared.
+            noise: draws, and the fixed points that are in use.
+            look: points to expectations by group.
+
+        Returns:
+            Whether they are: see :func:`differing`.
+        """
+        batches = min(_BATCHES, noise.shared.shape[0])
+        size, total = noise.shared.shape[0] // batches, noise.shared.shape[0]
+        told = jnp.issubdtype(noise.local.dtype, jax.dtypes.prng_key)
+
+        def one(k: Int[Array, ""]) -> tuple[Array, ...]:
+            first = jnp.minimum(k * size, total - size)
+            shared, last = jax.lax.dynamic_slice_in_dim(noise.shared, first, size), k == batches
+            batch = noise._replace(shared=shared, sampled=~last, checking=last, total=total, first=first)
+            found = look(batch if told else drawn_of(batch, noise.local))
+            return self._apart(found, factor, moments, rows)
+
+        value, even, odd = jax.lax.map(one, jnp.arange(batches + 1))
+        known = jnp.isfinite(value[-1]) & jnp.all(jnp.isfinite(even[-1])) & jnp.isfinite(odd[-1])
+        size = even.shape[-1]
+        by_draws = differing(value[:-1], even[:-1], odd[:-1], size, telling=False)
+        by_rule = differing(value[-1:], even[-1:], odd[-1:], size, weight=jnp.ones((1,), value.dtype))
+        return ~known | by_draws | by_rule
+
+    def _apart(
+        self, found: Expected, factor: Expected, moments: GaussianMoments, rows: ConditionalNatural | None
+    ) -> tuple[Float[Array, ""], Float[Array, "J"], Float[Array, ""]]:
+        """How far expectations are from others: in value, in the gradients at q's means, and in the traces of curvatures."""
+        value = jnp.sum(found.value - factor.value)
+        change = jax.tree.map(lambda a, b: jnp.sum(a - b, axis=0), found.target, factor.target)
+        pull, scale = self.family.pull(change, moments.loc), moments.scale
+        if self.family.full:
+            even, odd = pull @ scale, jnp.sum(scale * (change.precision @ scale))
+        else:
+            even, odd = pull * scale, jnp.sum(change.precision * scale**2)
+        if rows is None:
+            return value, even, odd
+        q = conditional_moments(rows)
+        change = jax.tree.map(lambda a, b: a - b, found.local.rows, factor.local.rows)
+        mean, root = q.mean(moments.loc), q.root
+        own = change.linear - _times(change.precision, mean)
+        if self.family.full:
+            own = jnp.einsum("...kj,...k->...j", root, own - change.cross @ moments.loc)
+            odd = odd + jnp.sum(root * (change.precision @ root))
+        else:
+            own, odd = own * root, odd + jnp.sum(change.precision * root**2)
+        return value, jnp.concatenate([even, own.ravel()]), odd
 
     def working_bytes(self, chunks: LocalChunk) -> int:
         """What a pass over one chunk holds beside its arrays, in bytes: the draws' tangents of every row."""
@@ -136,19 +327,26 @@ class LocalLatentProgram:
         """Expectations of one chunk.
 
         ``chunk``: rows and their conditionals; ``moments``: q(theta); ``probe``: Float[D] vector for the curvature product, or
-        None; ``level``: unused; there is no rule to choose; ``noise``: the round's draws; each is used with both signs;
+        None; ``level``: a Python int where the result is to be differentiated in reverse mode; not used otherwise; ``noise``: the
+        round's draws, each of which is used with both signs, or the fixed points in their place;
         ``clip``: unused; precisions of local latents are always bounded from below. Returns the chunk's expectations;
         ``target`` is the shared block, ``local`` the rows' targets.
         """
         q = conditional_moments(chunk.rows)
-        shared, local, count = _both_signs(noise, noise.local[chunk.units])
-        theta = self.family.draw(moments, shared)
-        z = jax.vmap(q.draw)(theta, local)
+        points = _Points.of(noise, noise.local[chunk.units], self.rules, unrolled=isinstance(level, int))
+
+        def place(shared: Float[Array, "P D"], local: Float[Array, "P R K"]) -> tuple[Array, Array]:
+            theta = self.family.draw(moments, shared)
+            return theta, jax.vmap(q.draw)(theta, local)
+
         mean = q.mean(moments.loc)
-        found, apart = self._derivatives(chunk.data, theta, z, (moments.loc, mean), count)
+        found, apart = self._derivatives(chunk.data, points, place, (moments.loc, mean))
         value, (slope, slope_local), curvature = found
-        away, out = theta[:count] - moments.loc, z[:count] - mean
-        value = value - self._quadratic_correction(apart, moments, q, away, out)
+        away, out = (
+            x[: points.count] - at
+            for x, at in zip(place(points.shared, points.local), (moments.loc, mean), strict=True)
+        )
+        value = value - points.corrects(self._quadratic_correction(apart, moments, q, away, out))
         value = value + jnp.sum(jnp.where(chunk.mask, q.entropy, 0.0))
         own = self._own_precision(chunk, curvature.local)
         product = jnp.zeros_like(moments.loc) if probe is None else _times(curvature.shared, probe)
@@ -172,12 +370,12 @@ class LocalLatentProgram:
         ``chunk``: rows and their conditionals; ``moments``: q(theta); ``noise``: the round's draws. Returns the targets, and the
         local ELBO at the conditionals as they are, in nats.
         """
-        found = self.expected(chunk, moments, None, 0, noise, False)
+        found = self.expected(chunk, moments, None, None, noise, False)
         wanted: Any = found.local
         count = chunk.mask.shape[0]
         finite = [jnp.all(jnp.isfinite(x).reshape(count, -1), axis=-1) for x in jax.tree.leaves(wanted)]
         good = functools.reduce(jnp.logical_and, finite)
-        return jax.tree.map(lambda new, old: _pick(good, new, old), wanted, chunk.rows), found.value
+        return jax.tree.map(lambda new, old: pick(good, new, old), wanted, chunk.rows), found.value
 
     def given(self, chunk: LocalChunk, moments: GaussianMoments, noise: LocalNoise) -> Expected:
         """Expectations of the factor over theta alone that is left where rows' latents are what their conditionals say.
@@ -186,7 +384,7 @@ class LocalLatentProgram:
         theta by ``A + C^T M + M^T C + M^T B M``, with the blocks of ``-E[hess f]``. ``chunk``, ``moments``, ``noise``: as of
         :meth:`expected`. Returns the chunk's expectations, without any for the rows' own latents.
         """
-        found = self.expected(chunk, moments, None, 0, noise, False)
+        found = self.expected(chunk, moments, None, None, noise, False)
         if not self.family.full:
             return dataclasses.replace(found, local=None)
         joint, own, q = found.target, found.local, conditional_moments(chunk.rows)
@@ -198,13 +396,13 @@ class LocalLatentProgram:
         vector = force + jnp.einsum("rkd,rk->d", slope, force_own) + precision @ loc
         return dataclasses.replace(found, target=self.family.natural(vector, precision), local=None)
 
-    def _derivatives(self, data, theta: Float[Array, "S D"], z: Float[Array, "S R K"], middle: tuple, count: int):
-        """Means over draws of value, gradients and curvature blocks (their diagonals under a mean-field q).
+    def _derivatives(self, data, points: _Points, place: Callable, middle: tuple):
+        """Means over points of value, gradients and curvature blocks (their diagonals under a mean-field q).
 
-        ``middle``: q's means of theta and z; ``count``: of the draws, those of the round. Returns them, and the curvature that
-        corrects values.
+        ``place``: whitened points to theta and z; ``middle``: q's means of both. Returns them, and the curvature that corrects
+        values.
         """
-        dim, width, full = theta.shape[-1], z.shape[-1], self.family.full
+        dim, width, full = self.family.dim, points.local.shape[-1], self.family.full
 
         def one(theta, z):
             density = value_and_grad(lambda a, b: self.log_density(data, a, b), argnums=(0, 1))
@@ -221,7 +419,7 @@ class LocalLatentProgram:
                 local = jnp.diagonal(local, axis1=-2, axis2=-1)
             return value, gradient, _Curvature(-shared, -cross, -local)
 
-        (value, gradient, own), (_, _, apart) = _over_draws(jax.vmap(one)(theta, z), count)
+        (value, gradient, own), (_, _, apart) = points.means(one, place)
         if self.at_mean:
             loc, mean = middle
             shared = -hessian_of(lambda a: self.log_density(data, a, mean))(loc)
@@ -286,19 +484,26 @@ class MaskedLocalProgram(LocalLatentProgram):
         num_groups = chunks.mask.shape[0]
         own = jax.tree.map(lambda x: x[group, units], chunks.rows)
         q = conditional_moments(own)
-        eps, local, count = _both_signs(noise, noise.local)
-        theta = self.family.draw(moments, eps)
-        z = jax.vmap(q.draw)(theta, local)
+        points = _Points.of(noise, noise.local, self.rules, unrolled=False)
+
+        def place(shared: Float[Array, "P D"], local: Float[Array, "P U K"]) -> tuple[Array, Array]:
+            theta = self.family.draw(moments, shared)
+            return theta, jax.vmap(q.draw)(theta, local)
+
         mean = q.mean(moments.loc)
-        (value, slope, slope_local, curvature), apart = self._all_derivatives(theta, z, (moments.loc, mean), count)
+        (value, slope, slope_local, curvature), apart = self._all_derivatives(points, place, (moments.loc, mean))
         shared, cross, wanted = curvature
-        away, out = theta[:count] - moments.loc, z[:count] - mean
+        away, out = (
+            x[: points.count] - at
+            for x, at in zip(place(points.shared, points.local), (moments.loc, mean), strict=True)
+        )
 
         def total(x):
             return jax.ops.segment_sum(x, group, num_groups)
 
         sampled, exact = self._quadratic_parts(apart, moments, q, away, out)
-        value = value - 0.5 * (exact[0] - sampled[0] + total(exact[1] - sampled[1])) + total(q.entropy)
+        off = exact[0] - sampled[0] + total(exact[1] - sampled[1])
+        value = value - 0.5 * points.corrects(off) + total(q.entropy)
         precision = bounded_precision(wanted, own)
         curve = (lambda v: shared @ v) if self.family.full else (lambda v: shared * v)
         vector, linear = slope + curve(moments.loc), slope_local + _times(precision, mean)
@@ -313,8 +518,8 @@ class MaskedLocalProgram(LocalLatentProgram):
         product = jnp.zeros_like(slope) if probe is None else curve(probe)
         return Expected(value, self.family.natural(vector, shared), product, zero, zero, zero, rows)
 
-    def _all_derivatives(self, theta: Float[Array, "S D"], z: Float[Array, "S U K"], middle: tuple, count: int):
-        full, width = self.family.full, z.shape[-1]
+    def _all_derivatives(self, points: _Points, place: Callable, middle: tuple):
+        full, width = self.family.full, points.local.shape[-1]
 
         def bend(theta, z):
             return jax.jacfwd(jax.jacfwd(lambda a: self.densities(a, z)))(theta)
@@ -336,7 +541,7 @@ class MaskedLocalProgram(LocalLatentProgram):
                 local = jnp.diagonal(local, axis1=-2, axis2=-1)
             return value, slope, slope_local, _Curvature(-shared, -cross, -local)
 
-        (value, slope, slope_local, own), (*_, apart) = _over_draws(jax.vmap(one)(theta, z), count)
+        (value, slope, slope_local, own), (*_, apart) = points.means(one, place)
         if self.at_mean:
             shared = -bend(*middle) if full else -diagonal(bend(*middle))
             own, apart = (x._replace(shared=shared) for x in (own, apart))
@@ -359,411 +564,11 @@ class MaskedLocalProgram(LocalLatentProgram):
         return (by_group, by_unit), (jnp.sum(scale * (shared @ scale), (-2, -1)), exact)
 
 
-def _times(matrix: Array, vector: Array) -> Array:
-    """Matrix-vector product, or the elementwise one with a diagonal."""
-    return matrix * vector if matrix.ndim == vector.ndim else jnp.einsum("...ij,...j->...i", matrix, vector)
-
-
-# ----------------------------------------------------------------------------------------------- integrals unit by unit
-# Local latents integrated out, unit by unit, by quadrature about their mode at each value of the shared latents.
-
-# Nodes per axis of the product rules, by the number of a unit's latents; beyond, so many quasi-random points.
-_NODES = {1: 15, 2: 7, 3: 5}
-_QUASI_POINTS = 256
-# Newton steps at most, and the step in sds after which the mode is near enough to centre a rule at.
-_NEWTON_STEPS = 40
-_CENTRED = 1e-3
-# Roundings of its value by which a step towards the mode may fall.
-_ROUNDING = 8
-# Curvatures are raised to this share of the largest one, and to this number.
-_LEAST_SHARE, _LEAST = 1e-6, 1e-10
-_LOG_2PI = math.log(2 * math.pi)
-
-
-class Integrated(NamedTuple):
-    """What is left of units when their own latents z have been integrated out at one theta."""
-
-    # log of the integral of exp f_u(theta, z) over z, nats.
-    value: Float[Array, "R"]
-    # Mean and covariance of z given theta and the data.
-    mean: Float[Array, "R K"]
-    covariance: Float[Array, "R K K"]
-
-
-class _Climb(NamedTuple):
-    z: Float[Array, "R K"]
-    value: Float[Array, "R"]
-    # Newton's step from here, the inverse root S of the curvature (S S^T its inverse), and the share of the step tried next.
-    step: Float[Array, "R K"]
-    root: Float[Array, "R K K"]
-    share: Float[Array, "R"]
-    # Length of the step in sds.
-    length: Float[Array, "R"]
-    count: Any
-
-
-def integrate_units(
-    values: Callable[[Float[Array, "R K"]], Float[Array, "R"]],
-    frozen: Callable[[Float[Array, "R K"]], Float[Array, "R"]],
-    start: Float[Array, "R K"],
-    mask: Bool[Array, "R"],
-) -> Integrated:
-    r"""Integrate every unit's own latents out of ``exp f_u(theta, z_u)``.
-
-    With ``z^`` the mode of ``f_u(theta, .)``, ``S S^T`` the inverse of its curvature there and nodes ``x_i`` with weights
-    ``w_i`` for the standard normal, adaptive Gauss-Hermite quadrature is
-
-        log int exp f(z) dz = log |S| + K/2 log 2 pi + log sum_i w_i exp(f(z^ + S x_i) + 1/2 |x_i|^2),
-
-    exact where f is quadratic in z, whatever its width. Nodes do not move with theta when this is differentiated: the
-    derivative is the mean of ``df/dtheta`` over z given theta and the data, as it is of the integral itself.
-
-    Args:
-        values: z of all units to the log density of every unit, nats; differentiable in what it closes over.
-        frozen: the same with theta held fixed for differentiation, for the search of the mode.
-        start: where to search from.
-        mask: which units count; the others' values are zero.
-
-    Returns:
-        The integrals, and the moments of z.
-
-    References:
-        Liu and Pierce, A note on Gauss-Hermite quadrature, Biometrika 81 (1994), eq. 3. Pinheiro and Bates, Approximations
-        to the log-likelihood function in the nonlinear mixed-effects model, JCGS 4 (1995), section 2.4.
-    """
-    width, dtype = start.shape[-1], start.dtype
-    nodes, log_weight = (jnp.asarray(x, dtype) for x in _rule(width))
-    found = jax.lax.stop_gradient(_climb(lambda z: jnp.where(mask, frozen(z), 0.0), start, mask))
-    z = found.z + jnp.einsum("rkj,ij->irk", found.root, nodes)
-    logs = jax.vmap(lambda z: jnp.where(mask, values(z), 0.0))(z)
-    logs = logs + (log_weight + 0.5 * jnp.sum(nodes**2, axis=-1))[:, None]
-    # A node where the density overflows has no weight.
-    logs = jnp.where(jnp.isnan(logs), -jnp.inf, logs)
-    scale = jnp.sum(jnp.log(jnp.abs(diagonal(found.root))), axis=-1) + 0.5 * width * _LOG_2PI
-    value = jnp.where(mask, jax.nn.logsumexp(logs, axis=0) + scale, 0.0)
-    share = jax.nn.softmax(logs, axis=0)
-    mean = jnp.einsum("ir,irk->rk", share, z)
-    gap = z - mean
-    return Integrated(value, mean, symmetrise(jnp.einsum("ir,irk,irj->rkj", share, gap, gap)))
-
-
-def _climb(values: Callable, start: Float[Array, "R K"], mask: Bool[Array, "R"]) -> _Climb:
-    """The mode of every unit by Newton's method, each unit's step halved while its value would fall."""
-    basis = jnp.eye(start.shape[-1], dtype=start.dtype)
-    eps = jnp.finfo(start.dtype).eps
-
-    def slope(z):
-        return grad(lambda z: (jnp.sum(own := values(z)), own), has_aux=True)(z)
-
-    def look(z):
-        # Units do not see each other's latents: one tangent moves the k-th coordinate of all of them.
-        (gradient, value), tangent = jax.linearize(slope, z)
-        hessian = jax.vmap(lambda e: tangent(jnp.zeros_like(z) + e)[0])(basis)
-        root = _curvature_root(-jnp.moveaxis(hessian, 0, -1), mask)
-        white = jnp.einsum("rkj,rk->rj", root, gradient)
-        length = jnp.sqrt(jnp.sum(white**2, axis=-1))
-        return value, jnp.einsum("rkj,rj->rk", root, white), root, length
-
-    def unfinished(climb: _Climb):
-        busy = mask & ~(climb.length < _CENTRED) & (climb.share > 1e-6)
-        return jnp.any(busy) & (climb.count < _NEWTON_STEPS)
-
-    def advance(climb: _Climb) -> _Climb:
-        z = climb.z + climb.share[:, None] * climb.step
-        value, step, root, length = look(z)
-        usable = jnp.isfinite(value) & jnp.isfinite(length) & jnp.all(jnp.isfinite(root), axis=(-2, -1))
-        lowest = climb.value - _ROUNDING * eps * jnp.abs(climb.value)
-        good = usable & ((value >= lowest) | ~jnp.isfinite(climb.value))
-        share = jnp.where(good, jnp.minimum(2 * climb.share, 1.0), 0.25 * climb.share)
-        new = _Climb(z, value, step, root, share, length, climb.count + 1)
-        old = climb._replace(share=share, count=climb.count + 1)
-        return _Climb(*(_pick(good, a, b) for a, b in zip(new[:-1], old[:-1], strict=True)), climb.count + 1)
-
-    # The first step is none: the place where the search starts is looked at in the loop, so that one program does both.
-    count = start.shape[0]
-    low, one = jnp.full((count,), -jnp.inf, start.dtype), jnp.ones((count,), start.dtype)
-    root = jnp.broadcast_to(basis, (count, *basis.shape))
-    first = _Climb(start, low, jnp.zeros_like(start), root, one, jnp.inf * one, jnp.int32(0))
-    return jax.lax.while_loop(unfinished, advance, first)
-
-
-def _pick(good: Bool[Array, "R"], new: Array, old: Array) -> Array:
+def pick(good: Bool[Array, "R"], new: Array, old: Array) -> Array:
+    """Row by row, one of two arrays."""
     return jnp.where(good.reshape(good.shape + (1,) * (new.ndim - 1)), new, old)
 
 
-def _curvature_root(curvature: Float[Array, "R K K"], mask: Bool[Array, "R"]) -> Float[Array, "R K K"]:
-    """``S`` with ``S S^T`` the inverse of the curvature, its eigenvalues by size: a saddle is left, not approached."""
-    width = curvature.shape[-1]
-    curvature = jnp.where(mask[:, None, None], curvature, jnp.eye(width, dtype=curvature.dtype))
-    if width == 1:
-        return 1.0 / jnp.sqrt(jnp.maximum(jnp.abs(curvature), _LEAST))
-    values, vectors = jnp.linalg.eigh(symmetrise(jnp.where(jnp.isfinite(curvature), curvature, 0.0)))
-    size = jnp.abs(values)
-    size = jnp.maximum(size, jnp.maximum(_LEAST_SHARE * jnp.max(size, axis=-1, keepdims=True), _LEAST))
-    factor, _ = scaled_cholesky(jnp.einsum("rik,rk,rjk->rij", vectors, size, vectors))
-    return inverse_root(factor)
-
-
-@functools.cache
-def _rule(width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Nodes and log weights for a standard normal in so many dimensions."""
-    if width in _NODES:
-        nodes, weights = np.polynomial.hermite_e.hermegauss(_NODES[width])
-        points = np.stack([g.ravel() for g in np.meshgrid(*[nodes] * width, indexing="ij")], axis=-1)
-        logs = np.log(weights / weights.sum())
-        return points, np.sum([g.ravel() for g in np.meshgrid(*[logs] * width, indexing="ij")], axis=0)
-    from scipy.special import ndtri
-    from scipy.stats import qmc
-
-    sobol = qmc.Sobol(width, scramble=True, rng=np.random.default_rng(0)).random(_QUASI_POINTS // 2)
-    half = ndtri(np.clip(sobol, 1.0 / _QUASI_POINTS, 1.0 - 1.0 / _QUASI_POINTS))
-    points = np.concatenate([half, -half])
-    back = np.linalg.inv(np.linalg.cholesky(points.T @ points / _QUASI_POINTS))
-    return points @ back.T, np.full(_QUASI_POINTS, -math.log(_QUASI_POINTS))
-
-
-def nodes_of(width: int) -> int:
-    """Points at which a unit's density is looked at for one integral over ``width`` latents."""
-    return _NODES[width] ** width if width in _NODES else _QUASI_POINTS
-
-
-def as_conditional(
-    mean: Float[Array, "S R K"], covariance: Float[Array, "S R K K"], eps: Float[Array, "S D"]
-) -> tuple[Float[Array, "R K"], Float[Array, "R K D"], Float[Array, "R K K"]]:
-    """The affine Gaussian of z given whitened theta with the first two moments of (theta, z).
-
-    ``mean``: of z given theta, at the points; ``eps``: the points, whose own mean is 0 and whose own covariance is the
-    identity. Returns mean at the centre, slope, and what covariance is left.
-    """
-    center = jnp.mean(mean, axis=0)
-    slope = jnp.einsum("srk,sd->rkd", mean, eps) / eps.shape[0]
-    # What the line leaves is squared itself: no difference of large numbers.
-    rest = mean - center - jnp.einsum("rkd,sd->srk", slope, eps)
-    left = jnp.mean(covariance, axis=0) + jnp.einsum("srk,srj->rkj", rest, rest) / eps.shape[0]
-    return center, slope, symmetrise(left)
-
-
-# ---------------------------------------------------------------------------------- factors of the shared latents alone
-# Factors whose groups have latents of their own, as functions of the shared latents alone.
-
-# Points of q under which values and conditionals are averaged: at least so many, and so many per latent.
-_LEAST_POINTS, _PER_LATENT = 32, 4
-# Numbers of rows, nodes and points that are held at once.
-_AT_ONCE = 1 << 20
-# Seed of the points: the same at every q, so that values of two q compare.
-_SEED = 0x1A7
-
-
-@dataclasses.dataclass(frozen=True)
-class IntegratedProgram:
-    """``E_q`` of ``log p(y_m | theta)`` with a group's own latents integrated out at every theta.
-
-    The value is that of q(theta) with the exact conditional of the local latents, ``E_q[log int p(y, z | theta) dz]``, a
-    tighter bound than that of any Gaussian over both. Averages are over a fixed set of points of q whose own mean and
-    covariance are q's, so that they are exact for quadratic factors.
-
-    ``unit_values``: ``(data, theta, z) -> nats``, log density of every unit's observations and latents, Float[R]; z Float[R K]
-    unconstrained; ``rows``: most rows that one evaluation of a chunk reads, beside the units.
-    """
-
-    unit_values: Callable[[Any, Float[Array, "D"], Float[Array, "R K"]], Float[Array, "R"]]
-    family: GaussianFamily
-    rows: int
-    noisy: bool = dataclasses.field(default=False, init=False)
-
-    # One pass serves all groups.
-    whole = False
-
-    def working_bytes(self, chunks: LocalChunk) -> int:
-        """What a pass over one chunk holds beside its arrays, in bytes."""
-        return 4 * min(self.cost(chunks.rows.linear.shape[-1]) * self._count, 4 * _AT_ONCE)
-
-    def cost(self, width: int) -> int:
-        """Numbers that one evaluation at one theta holds."""
-        return max(1, self.rows * nodes_of(width))
-
-    @property
-    def _count(self) -> int:
-        return max(_LEAST_POINTS, _PER_LATENT * self.family.dim)
-
-    def integrate(self, chunk: LocalChunk, theta: Float[Array, "D"]) -> Integrated:
-        """The units' integrals at one theta, searched from where their conditionals lie."""
-        start = jax.lax.stop_gradient(conditional_moments(chunk.rows).mean(theta))
-        return self._integrate(lambda at, z: self.unit_values(chunk.data, at, z), start, chunk.mask, theta)
-
-    def _integrate(self, values: Callable, start, mask, theta) -> Integrated:
-        still = jax.lax.stop_gradient(theta)
-        start = jnp.where(jnp.isfinite(start), start, 0.0)
-        return integrate_units(lambda z: values(theta, z), lambda z: values(still, z), start, mask)
-
-    def log_density(self, chunk: LocalChunk, theta: Float[Array, "D"]) -> Float[Array, ""]:
-        """``log int p(y, z | theta) dz`` of one chunk, nats; differentiable in theta."""
-        return jnp.sum(self.integrate(chunk, theta).value)
-
-    def expected(
-        self, chunk: LocalChunk, moments: GaussianMoments, probe: Any, level: Any, noise: Any, clip: Any
-    ) -> Expected:
-        """Expectations of one chunk.
-
-        ``chunk``: rows, and the conditionals from which modes are searched; ``moments``: q(theta); ``probe``: Float[D] vector
-        for the curvature product, or None; ``level``: unused; there is no rule to choose; ``noise``: unused; ``clip``: unused.
-        Returns the chunk's expectations, without anything of the local latents.
-        """
-        eps = self.points(moments.loc.dtype)
-        look = value_and_grad(lambda theta: self.log_density(chunk, theta))
-        value, slope = self._map(look, self.family.draw(moments, eps), chunk)
-        return self._expected(value, slope, eps, moments, probe)
-
-    def match(self, chunk: LocalChunk, q: GaussianNatural, moments: GaussianMoments) -> ConditionalNatural:
-        """The Gaussians of the units' latents with the moments of ``q(theta) p(z | theta, y)``.
-
-        ``chunk``: rows, and their conditionals as they stand; ``q``: natural parameters of q(theta); ``moments``: the same as
-        moments. Returns natural parameters by unit: affine in theta (full), or the marginals (mean-field). A unit whose moments
-        are not finite keeps its own.
-        """
-        eps = self.points(moments.loc.dtype)
-        found = self._map(lambda theta: self.integrate(chunk, theta), self.family.draw(moments, eps), chunk)
-        return self._matched(found, chunk.rows, chunk.mask, eps, q, moments)
-
-    def points(self, dtype: Any) -> Float[Array, "S D"]:
-        """The points of a standard normal that stand for q."""
-        return normal_cloud(jax.random.key(_SEED), self.family.dim, self._count, dtype).eps
-
-    def _map(self, look: Callable, points: Float[Array, "S D"], chunk: LocalChunk) -> Any:
-        batch = max(1, _AT_ONCE // self.cost(chunk.rows.linear.shape[-1]))
-        if batch >= points.shape[0]:
-            return jax.vmap(look)(points)
-        return jax.lax.map(look, points, batch_size=batch)
-
-    def _expected(self, value, slope, eps, moments: GaussianMoments, probe: Any) -> Expected:
-        """Averages over points (leading axis S; any group axis behind it), curvature by Stein's identity."""
-        mean, force = jnp.mean(value, axis=0), jnp.mean(slope, axis=0)
-        tilt = jnp.einsum("sd,s...e->...de", eps, slope) / eps.shape[0]
-        if self.family.full:
-            # S^-T E[eps g^T] is the expected Hessian.
-            curve = -symmetrise(jnp.linalg.solve(moments.scale.T, tilt))
-            times = lambda v: curve @ v  # noqa: E731
-        else:
-            curve = -jnp.diagonal(tilt, axis1=-2, axis2=-1) / moments.scale
-            times = lambda v: curve * v  # noqa: E731
-        zero = jnp.zeros_like(mean)
-        product = jnp.zeros_like(force) if probe is None else times(probe)
-        return Expected(mean, GaussianNatural(force + times(moments.loc), curve), product, zero, zero, zero)
-
-    def _matched(self, found: Integrated, old: ConditionalNatural, mask, eps, q, moments) -> ConditionalNatural:
-        center, slope, left = as_conditional(found.mean, found.covariance, eps)
-        if self.family.full:
-            factor, good = scaled_cholesky(left)
-            root = inverse_root(factor)
-            precision = root @ jnp.swapaxes(root, -1, -2)
-            # S^-T: whitened slopes in theta.
-            slope = slope @ (q.precision @ moments.scale).T
-            cross = -precision @ slope
-            linear = jnp.einsum("rkj,rj->rk", precision, center - slope @ moments.loc)
-        else:
-            spread = jnp.diagonal(left, axis1=-2, axis2=-1) + jnp.sum(slope**2, axis=-1)
-            good = jnp.all(spread > 0, axis=-1)
-            precision, cross = 1.0 / spread, old.cross
-            linear = precision * center
-        for x in (linear, precision, cross):
-            good = good & jnp.all(jnp.isfinite(x).reshape(x.shape[0], -1), axis=-1)
-        keep = good & mask & moments.valid
-        return jax.tree.map(
-            lambda a, b: jnp.where(keep.reshape(keep.shape + (1,) * (a.ndim - 1)), a, b),
-            ConditionalNatural(linear, precision, cross),
-            old,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class MaskedIntegratedProgram(IntegratedProgram):
-    """The same for models in which every group is a full pass over all rows: one pass for all groups together.
-
-    ``group_of_unit``: Int[U]; ``rest``: theta to the log density of the rows that depend on no unit's latents, by group,
-    Float[M]; None where there are none.
-    """
-
-    group_of_unit: Int[Array, "U"] = dataclasses.field(kw_only=True)
-    num_groups: int = dataclasses.field(kw_only=True)
-    rest: Callable[[Float[Array, "D"]], Float[Array, "M"]] | None = dataclasses.field(kw_only=True)
-
-    whole = True
-
-    def log_density(self, chunk: LocalChunk, theta: Float[Array, "D"]) -> Float[Array, ""]:
-        """See :meth:`IntegratedProgram.log_density`."""
-        own = super().log_density(chunk, theta)
-        return own if self.rest is None else own + self.rest(theta)[chunk.data]
-
-    def own(self, chunks: LocalChunk) -> LocalChunk:
-        """All units once, each with its own group's conditional.
-
-        ``chunks``: one chunk per group, of all units, stacked. Returns one chunk.
-        """
-        units = jnp.arange(self.group_of_unit.shape[0])
-        rows = jax.tree.map(lambda x: x[self.group_of_unit, units], chunks.rows)
-        return LocalChunk(jnp.int32(0), units, self.group_of_unit >= 0, rows)
-
-    def log_densities(self, chunks: LocalChunk, theta: Float[Array, "D"]) -> Float[Array, "M"]:
-        """Every group's log density at one theta, from one pass over all rows."""
-        values = self.integrate(self.own(chunks), theta).value
-        total = jax.ops.segment_sum(values, self.group_of_unit, self.num_groups)
-        return total if self.rest is None else total + self.rest(theta)
-
-    def log_densities_at(self, chunks: LocalChunk, points: Float[Array, "S D"]) -> Float[Array, "S M"]:
-        """The same at many points."""
-        return self._map(lambda theta: self.log_densities(chunks, theta), points, chunks)
-
-    def expected_all(self, chunks: LocalChunk, moments: GaussianMoments, probe: Any, noise: Any) -> Expected:
-        """Expectations of every group: see :meth:`expected`; leading axis M.
-
-        ``chunks``: one chunk per group, of all units, stacked; ``moments``: q(theta); ``probe``: Float[D] vector for the
-        curvature product, or None; ``noise``: unused. Returns the groups' expectations.
-        """
-        eps = self.points(moments.loc.dtype)
-
-        def look(theta):
-            value, tangent = jax.linearize(lambda at: self.log_densities(chunks, at), theta)
-            return value, jax.vmap(tangent)(jnp.eye(theta.shape[0], dtype=theta.dtype)).T
-
-        value, slope = self._map(look, self.family.draw(moments, eps), chunks)
-        return self._expected(value, slope, eps, moments, probe)
-
-    def match_all(self, chunks: LocalChunk, q: GaussianNatural, moments: GaussianMoments) -> ConditionalNatural:
-        """Every unit's conditional: see :meth:`match`; in the slots of all groups' chunks."""
-        found = self.match(self.own(chunks), q, moments)
-        units = jnp.arange(self.group_of_unit.shape[0])
-        return jax.tree.map(lambda x, y: x.at[self.group_of_unit, units].set(y), chunks.rows, found)
-
-
-def owners(
-    values: Callable[[Float[Array, "D"], Float[Array, "U K"]], dict[str, Float[Array, "N"]]],
-    dim: int,
-    shape: tuple[int, int],
-    dtype: Any,
-) -> dict[str, Int[Array, "N"]]:
-    """Which unit's latents each row depends on, read off derivatives at a few points.
-
-    With ``t = a_u w_k`` for a tangent of unit u's k-th latent, a row of unit u has a derivative ``a_u`` times that with ``a =
-    1``: the ratio names the unit. ``values``: ``(theta, z) -> nats`` by row and sample site; ``dim``: D; ``shape``: U and K;
-    ``dtype``: floating dtype. Returns units by sample site; -1 for rows that depend on none.
-    """
-    count, width = shape
-    units = jnp.arange(count)
-    # Two digits, each small enough to be read off a float32.
-    base = max(1, int(count**0.5) + 1)
-    high, low = (units // base + 1).astype(dtype), (units % base + 1).astype(dtype)
-    found: dict[str, Any] = {}
-    for seed in range(3):
-        keys = jax.random.split(jax.random.key(seed), 3)
-        theta = 0.5 * jax.random.normal(keys[0], (dim,), dtype)
-        z, weight = 0.5 * jax.random.normal(keys[1], shape, dtype), jax.random.uniform(keys[2], (width,), dtype) + 0.5
-        _, tangent = jax.linearize(lambda z, theta=theta: values(theta, z), z)
-        one, tall, small = (tangent(a[:, None] * weight) for a in (jnp.ones_like(high), high, low))
-        for name in one:
-            slope = one[name]
-            known = jnp.isfinite(slope) & (slope != 0)
-            digits = (jnp.round(x[name] / jnp.where(known, slope, 1.0)) - 1 for x in (tall, small))
-            first, second = (jnp.where(known, x, 0.0).astype(jnp.int32) for x in digits)
-            unit = jnp.where(known, first * base + second, -1)
-            found[name] = jnp.where(found.get(name, unit) < 0, unit, found.get(name, unit))
-    return found
+def _times(matrix: Array, vector: Array) -> Array:
+    """Matrix-vector product, or the elementwise one with a diagonal."""
+    return matrix * vector if matrix.ndim == vector.ndim else jnp.einsum("...ij,...j->...i", matrix, vector)

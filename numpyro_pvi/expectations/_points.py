@@ -20,35 +20,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import cache, partial, singledispatch
-from typing import Any, NamedTuple
+from functools import partial, singledispatch
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from .._numerics import all_finite, clip_to_psd, grad, invert_lower, value_and_grad
 from ..factors import term_log_prob
 from ..families import GaussianFamily, GaussianMoments, NormalFamily
 from ._affine import AffineProgram, SharedAffineProgram
 from ._expected import Expected, QuadraticProgram
-from ._local_latents import IntegratedProgram
-
-# Low-discrepancy steps of the radii: any run of them is spread evenly.
-_GOLDEN = 0.6180339887498949
-_QUANTILES = 1025
-
-
-class PointSet(NamedTuple):
-    """Antithetic pairs in whitened coordinates, in blocks whose mean counts; those of random pairs are complete rules each."""
-
-    eps: Float[Array, "R P D"]
-    weight: Float[Array, "R P"]
-    # How many of the blocks are in use; the others have weight 0.
-    count: Int[Array, ""] | int
-    # Whether gradients are wanted; values alone cost a third.
-    slopes: Bool[Array, ""] | bool = True
+from ._integrated_latents import IntegratedProgram
+from ._point_sets import (
+    PointSet,
+    disagreement,
+    either_points,
+    product_arrays,
+    product_rule,
+    random_points,
+    sigma_arrays,
+    sigma_points,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +83,7 @@ class PointsProgram:
         if self.mode != "values":
             return random_points(key, dim, pairs, dtype)
         # At least two blocks, and independent ones, their radii too: each is told the curvature by the others.
-        size = _sigma_arrays(dim)[0].shape[0]
+        size = sigma_arrays(dim)[0].shape[0]
         keys = jax.random.split(key, max(2, -(-pairs // size)))
         eps, weight = jax.vmap(lambda own: random_points(own, dim, size, dtype)[:2])(keys)
         return PointSet(eps[:, 0], weight[:, 0], len(keys))
@@ -116,11 +110,13 @@ class PointsProgram:
             return random._replace(slopes=not trial)
         fixed = sigma
         if self.nodes:
-            fixed = _either(jnp.asarray(finer), product_rule(self.family.dim, self.nodes, dtype), sigma)
+            fixed = either_points(jnp.asarray(finer), product_rule(self.family.dim, self.nodes, dtype), sigma)
         else:
             # Sigma points that gave way to a rule which more rows have none of: they do not stand for it.
             sampled = jnp.asarray(sampled) | finer
-        return _either(jnp.asarray(sampled), random, fixed)._replace(slopes=jnp.logical_not(sampled) if trial else True)
+        return either_points(jnp.asarray(sampled), random, fixed)._replace(
+            slopes=jnp.logical_not(sampled) if trial else True
+        )
 
     @property
     def refinable(self) -> bool:
@@ -144,7 +140,7 @@ class PointsProgram:
         """
         if not self.refinable:
             return disagreement(self.family, moments, factor, draws, pairs(draws), before)
-        coarse, weight = (jnp.asarray(x, draws.dtype) for x in _product_arrays(self.family.dim, self.nodes - 1, True))
+        coarse, weight = (jnp.asarray(x, draws.dtype) for x in product_arrays(self.family.dim, self.nodes - 1, True))
         # One place for both: the density is most of what is compiled.
         found, judged = pairs(jnp.concatenate([draws, coarse])), partial(disagreement, self.family, moments, factor)
         by_draws, by_rule = (jax.tree.map(f, found) for f in (lambda x: x[: len(draws)], lambda x: x[len(draws) :]))
@@ -285,212 +281,6 @@ class PointsProgram:
             return jnp.diagonal(cross) / moments.scale
         hessian = invert_lower(moments.scale.T) @ cross
         return 0.5 * (hessian + hessian.T)
-
-
-@cache
-def _sigma_arrays(dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs and weights of the sigma points: exact to degree 7 or more in one dimension, 5 in two and three, 3 above."""
-    if dim == 1:
-        nodes, weights = np.polynomial.hermite_e.hermegauss(8)
-        return nodes[4:, None], 2 * weights[4:] / weights.sum()
-    if dim == 2:
-        angles = np.pi / 4 * np.arange(4)
-        return 2 * np.stack([np.cos(angles), np.sin(angles)], axis=1), np.full(4, 1 / 8)
-    if dim == 3:
-        golden = (1 + 5**0.5) / 2
-        corners = [np.roll([0, 1, sign * golden], k) for k in range(3) for sign in (1, -1)]
-        return np.sqrt(5 / (1 + golden**2)) * np.array(corners), np.full(6, 1 / 10)
-    return np.sqrt(dim) * np.eye(dim), np.full(dim, 1 / dim)
-
-
-def sigma_points(dim: int, dtype: Any) -> PointSet:
-    """The same points at every q: ``+- sqrt(D) e_i``, and rules of higher degree in up to three dimensions.
-
-    ``dim``: D; ``dtype``: of the arrays. Returns one block of D pairs (4, 4 and 6 for D = 1, 2, 3).
-    """
-    eps, weight = _sigma_arrays(dim)
-    return PointSet(jnp.asarray(eps[None], dtype), jnp.asarray(weight[None], dtype), 1)
-
-
-# Nodes an axis of product rules at most, by the number of latents, and for more of these; and at least, for a higher degree than
-# that of sigma points.
-_MOST_NODES, _OF_MORE = {1: 15, 2: 11, 3: 7, 4: 5}, 4
-_LEAST_NODES, _LEAST_OF_MORE = {1: 9, 2: 4, 3: 4}, 3
-# Pairs that count for less are left out: far out in all coordinates at once densities overflow.
-_LEAST_WEIGHT = 1e-9
-# Rows times points that an evaluation by a product rule may cost.
-_MOST_LOOKS = 1 << 18
-
-
-def product_nodes(dim: int, num_rows: int) -> int:
-    """Nodes an axis of a product rule that latents and rows are few enough for.
-
-    ``dim``: D; ``num_rows``: N. Returns the most, up to 15, 11, 7 and 5 for one to four latents and 4 for more, with at most 2^18
-    points of rows in all; 0 where as few as are of a higher degree than :func:`sigma_points` have more.
-    """
-    most, least = _MOST_NODES.get(dim, _OF_MORE), _LEAST_NODES.get(dim, _LEAST_OF_MORE)
-    affordable = (n for n in range(most, least - 1, -1) if n**dim * max(num_rows, 1) <= _MOST_LOOKS)
-    return next(affordable, 0)
-
-
-@cache
-def _product_arrays(dim: int, nodes: int, whole: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs and weights of a product of Gauss-Hermite rules; without the centre, which has the weight that is left.
-
-    ``whole``: with the centre, if it is a node, as a pair of its own, and with every pair.
-    """
-    at, weights = np.polynomial.hermite_e.hermegauss(nodes)
-    eps = np.stack(np.meshgrid(*[at] * dim, indexing="ij"), axis=-1).reshape(-1, dim)
-    share = (
-        np.stack(np.meshgrid(*[weights / weights.sum()] * dim, indexing="ij"), axis=-1).reshape(-1, dim).prod(axis=1)
-    )
-    half, odd = len(eps) // 2, len(eps) % 2
-    pairs, weight = eps[half + odd :], 2 * share[half + odd :]
-    if whole:
-        return np.concatenate([eps[half : half + odd], pairs]), np.concatenate([share[half : half + odd], weight])
-    pairs, weight = pairs[weight > _LEAST_WEIGHT], weight[weight > _LEAST_WEIGHT]
-    # Unit covariance along every axis alike, whatever was left out.
-    return pairs / np.sqrt(weight @ pairs[:, 0] ** 2), weight
-
-
-def product_rule(dim: int, nodes: int, dtype: Any) -> PointSet:
-    """A product of Gauss-Hermite rules, exact along every axis to degree ``2 nodes - 1``.
-
-    ``dim``: D; ``nodes``: along every axis; ``dtype``: of the arrays. Returns blocks of as many pairs as :func:`sigma_points` has.
-    """
-    eps, weight = _product_arrays(dim, nodes)
-    pairs = _sigma_arrays(dim)[0].shape[0]
-    blocks = -(-len(weight) // pairs)
-    spare = blocks * pairs - len(weight)
-    eps, weight = np.pad(eps, [(0, spare), (0, 0)]), np.pad(weight, (0, spare))
-    # The mean over blocks counts.
-    return PointSet(
-        jnp.asarray(eps.reshape(blocks, pairs, dim), dtype),
-        jnp.asarray(blocks * weight.reshape(blocks, pairs), dtype),
-        blocks,
-    )
-
-
-def _padded(*arrays: Array) -> tuple[Array, ...]:
-    """Arrays with zeros behind them, as long as the longest."""
-    longest = max(len(x) for x in arrays)
-    return tuple(jnp.pad(x, [(0, longest - len(x))] + [(0, 0)] * (x.ndim - 1)) for x in arrays)
-
-
-def _either(choice: Bool[Array, ""], one: PointSet, other: PointSet) -> PointSet:
-    """One of two sets of points; blocks that are not in use have no weight."""
-    eps, weight = (jnp.where(choice, *_padded(a, b)) for a, b in zip(one[:2], other[:2], strict=True))
-    return PointSet(eps, weight, jnp.where(choice, one.count, other.count))
-
-
-@cache
-def _radius_quantiles(dim: int) -> np.ndarray:
-    """Quantiles of the chi distribution with ``dim + 2`` degrees of freedom at evenly spaced levels."""
-    grid = np.linspace(0.0, np.sqrt(dim + 2) + 9.0, 200_001)
-    with np.errstate(divide="ignore"):
-        log_density = (dim + 1) * np.log(grid) - 0.5 * grid**2
-    cumulative = np.cumsum(np.exp(log_density - log_density.max()))
-    levels = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
-    return np.interp(levels, cumulative / cumulative[-1], grid)
-
-
-def random_points(key: Any, dim: int, num_pairs: int, dtype: Any) -> PointSet:
-    """Randomly rotated orthogonal axes with random radii: unbiased, and exact for cubics in every draw.
-
-    Along a random axis a pair at radius r has weight ``1 / r^2``; the density of a standard normal's radius times ``r^2 / D``
-    is that of a chi variable with D + 2 degrees of freedom, so radii are drawn from that, evenly spread. ``key``: random key;
-    ``dim``: D; ``num_pairs``: pairs wanted, rounded up to whole blocks; ``dtype``: of the arrays. Returns blocks of as many
-    pairs as :func:`sigma_points` has.
-
-    References:
-        Genz and Monahan, Stochastic integration rules for infinite regions, SIAM J. Sci. Comput. 19 (1998), degree 3.
-    """
-    pairs = _sigma_arrays(dim)[0].shape[0]
-    blocks, rotations = -(-num_pairs // pairs), pairs // dim
-    axes_key, shift_key = jax.random.split(key)
-    gaussian = jax.random.normal(axes_key, (blocks * rotations, dim, dim), dtype)
-    axes = jnp.linalg.qr(gaussian)[0].reshape(blocks, pairs, dim)
-    steps = np.asarray(_GOLDEN * np.arange(blocks * pairs) % 1.0)
-    level = (jax.random.uniform(shift_key, (), dtype) + jnp.asarray(steps, dtype)) % 1.0
-    table = jnp.asarray(_radius_quantiles(dim), dtype)
-    radius = jnp.interp(level * _QUANTILES - 0.5, jnp.arange(_QUANTILES, dtype=dtype), table).reshape(blocks, pairs)
-    return PointSet(axes * radius[..., None], 1.0 / (rotations * radius**2), blocks)
-
-
-# ------------------------------------------------------------------------------------------------------------ agreement
-# Whether a few random draws agree with what sigma points say about a factor.
-
-# Differences that do no harm: of the value in nats, of the gradient in nats per posterior sd, and of the whitened
-# curvature's trace per root of the dimension. To second order they cost q half their square, and a quarter.
-VALUE_TOLERANCE = 0.05
-GRADIENT_TOLERANCE = 0.1
-CURVATURE_TOLERANCE = 0.2
-# Standard errors by which draws must differ before they count (few draws know their own error badly); and the sd of a
-# draw's value, in nats, above which so few draws cannot tell, and the factor is too far from its quadratic model for
-# sigma points to be believed.
-_ERRORS = 6.0
-_UNTELLING = 0.5
-# The sd of a draw's value below which draws confirm points that others have contradicted.
-_CONFIRMING = 0.1
-
-
-def disagreement(
-    family: GaussianFamily,
-    moments: GaussianMoments,
-    factor: Expected,
-    eps: Float[Array, "K D"],
-    pairs: Expected,
-    again: Bool[Array, ""] | bool = False,
-    weight: Float[Array, "K"] | None = None,
-    telling: Bool[Array, ""] | bool = True,
-) -> Bool[Array, ""]:
-    """Whether antithetic draws contradict the expectations of a factor beyond their own standard errors, or vary too much.
-
-    The factor's value v, gradient g and curvature -H make a quadratic model of f whose expectations are these; the means over
-    draws of f minus the model, of the gradient of that, and of ``eps`` times it estimate what the expectations miss.
-    ``family``: the family of q; ``moments``: q; ``factor``: expectations by sigma points, summed over groups; ``eps``: K
-    standard normal draws, at least two; ``pairs``: what :meth:`PointsProgram.pair` found for each (leading axis K), summed over
-    groups; ``again``: whether such points have been contradicted before. Heavy tails hide from most sets of draws: the points
-    are then believed only where draws hardly differ from the quadratic model; ``weight``: where the pairs are a rule and no draws,
-    theirs, which add up to 1: what they say has no standard error; ``telling``: whether draws that vary too much contradict.
-    Returns True when one of the three differs, or the first varies too much to tell; False where the draws are not finite.
-    """
-    (count, dim), by_draws = eps.shape, weight is None
-    share = jnp.full((count,), 1.0 / count, eps.dtype) if weight is None else weight
-    precision, scale = factor.target.precision, moments.scale
-    gradient = family.pull(factor.target, moments.loc)
-    if family.full:
-        curvature = scale.T @ precision @ scale
-        whiten, image, trace = (lambda v: v @ scale), eps @ curvature, jnp.trace(curvature)
-    else:
-        curvature = precision * scale**2
-        whiten, image, trace = (lambda v: v * scale), eps * curvature, jnp.sum(curvature)
-    square = jnp.sum(eps * image, axis=-1)
-    value = pairs.value - (factor.value - 0.5 * (square - trace))
-    even = whiten(pairs.target.precision_mean - gradient)
-    odd = jnp.sum(eps * (whiten(pairs.product) + image), axis=-1)
-
-    def variance(sample):
-        return jnp.var(sample, axis=0, ddof=1) if by_draws else 0.0 * sample[0]
-
-    def mean_of(sample):
-        # No product of matrices, which accelerators take in half the digits.
-        return jnp.sum(sample.T * share, axis=-1)
-
-    def differs(sample, tolerance):
-        return jnp.abs(mean_of(sample)) > tolerance + _ERRORS * jnp.sqrt(variance(sample) / count)
-
-    mean, spread = mean_of(even), jnp.sum(variance(even))
-    # Unbiased for the squared length of the mean; its own sd is at most the last factor below.
-    excess = jnp.sum(mean**2) - spread / count
-    noise = spread * (2.0 / (count * max(count - 1, 1))) ** 0.5
-    wrong = differs(value, VALUE_TOLERANCE) | (excess > GRADIENT_TOLERANCE**2 + 3 * _ERRORS * noise)
-    wrong = wrong | differs(odd, CURVATURE_TOLERANCE * dim**0.5)
-    wrong = wrong | (telling & (jnp.sqrt(variance(value)) > jnp.where(again, _CONFIRMING, _UNTELLING)))
-    drawn = jnp.isfinite(jnp.sum(pairs.value) + jnp.sum(even) + jnp.sum(odd))
-    known = jnp.isfinite(factor.value) & jnp.all(jnp.isfinite(image))
-    finite = jnp.isfinite(jnp.sum(pairs.value)) & jnp.all(jnp.isfinite(pairs.target.precision_mean))
-    return jnp.where(known, drawn & wrong, finite)
 
 
 # ------------------------------------------------------------------------------------------------------ reparameterised

@@ -85,7 +85,8 @@ class LocalLayout(_EndToEnd):
     """Latents inside the partitioned plate: K unconstrained coordinates for each of its U indices (*units*).
 
     ``shapes``: unconstrained shape of one unit's share of each; ``dims``: where the plate's axis lies in each latent's
-    unconstrained value, counted from the right.
+    unconstrained value, counted from the right; ``terms``: log densities of a unit, on average and at least 1, by which the cost
+    of a look at it is judged.
     """
 
     key: str
@@ -93,6 +94,12 @@ class LocalLayout(_EndToEnd):
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dims: tuple[int, ...]
+    terms: int = 1
+
+    @property
+    def looks(self) -> int:
+        """Log densities of all units, about."""
+        return self.size * self.terms
 
     @property
     def width(self) -> int:

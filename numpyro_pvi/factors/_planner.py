@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -341,7 +342,8 @@ def local_layout(trace: dict, rows: RowAxes) -> LocalLayout | None:
         )
     ((key, size),) = keys.items()
     _, shapes, dims = zip(*found.values(), strict=True)
-    return LocalLayout(key, size, tuple(found), tuple(shapes), tuple(dims))
+    terms = sum(math.prod(site["fn"].batch_shape) for site in trace.values() if rows.of(site) is not None)
+    return LocalLayout(key, size, tuple(found), tuple(shapes), tuple(dims), -(-terms // max(size, 1)))
 
 
 def _without(layout: Layout, local: LocalLayout | None) -> Layout:

@@ -21,7 +21,7 @@ from ..sites import SiteStack, take
 from ._base import Vmap
 from ._engine import Engine
 from ._factors import Draws
-from ._held import HeldPrograms, Units, held_programs, own_draws, starting
+from ._held import HeldPrograms, Units, by_looks, held_programs, own_draws, starting
 from ._moments import GaussianMatched
 from ._product_batches import expected_of
 from ._product_engine import ProductEngine
@@ -127,9 +127,9 @@ def _beside_rounds(engine: Engine, plan: Plan, static: tuple, problem: Callable)
             x[:, 0] for c in ("likelihood", _SLOPES) for x in found.get(c, Check(none[:, None], none[:, None]))
         )
 
-    def slope(rows, moments, rule, noise, held, rules):
+    def slope(rows, moments, rule, noise, held, rules, looks):
         def value(params):
-            return problem((*rows[:4], params), rules).rows_elbo_at(moments, noise, rule, held)
+            return by_looks(problem((*rows[:4], params), rules), looks).rows_elbo_at(moments, noise, rule, held)
 
         found, slopes = value_and_grad(value)(rows[4])
         return (found, *jax.tree.leaves(slopes))
@@ -137,7 +137,7 @@ def _beside_rounds(engine: Engine, plan: Plan, static: tuple, problem: Callable)
     def evidence(rows, q, site, state, key, rule, rules):
         return GaussianMatched(problem(rows, rules), rule).share(jnp.int32(0), q, site, state, key)
 
-    return Program(verify), Program(evidence, ("rules",)), Program(slope, ("rules",))
+    return Program(verify), Program(evidence, ("rules",)), Program(slope, ("rules", "looks"))
 
 
 class Answers:
@@ -214,10 +214,10 @@ class Answers:
             return programs.evidence(rows, held(own[-1]), *given, rules=how["rules"]), None
         ticket, offset = own
         moments, level, probe, draws, raised, _ = self._looked_at(how, shared)
-        draws, seed = draws if how["draws"] == "units" else (draws, None)
+        draws, seed, *flags = draws if how["draws"] == "units" else (draws, None)
         seed = None if seed is None else jax.random.wrap_key_data(jnp.asarray(seed), impl=how["seed"])
-        given = rows, held(ticket), offset, seed, moments, level, probe, draws, raised
-        static = {name: how[name] for name in ("clip", "rules")}
+        given = rows, held(ticket), offset, seed, moments, level, probe, draws, tuple(flags), raised
+        static = {name: how[name] for name in ("clip", "rules", "looks")} | {"pairs": how.get("pairs", 0)}
         found, finite, valid, aim = programs.look(*given, **static, total=how["units"])
         return (*found, finite, valid), aim if how["held"] else None
 
@@ -264,7 +264,7 @@ class Answers:
                 width = self.first_held.rows.linear.shape[-1]
                 local = own_draws(rows[3], offset, seed, (self.family.dim, width, pairs.shape[0]), how["units"])
             noise = Draws(pairs, jnp.zeros((1, self.family.dim), pairs.dtype), points, None, local)
-        return self._programs.slope(rows, moments, rule, noise, held, rules=how["rules"])
+        return self._programs.slope(rows, moments, rule, noise, held, rules=how["rules"], looks=how.get("looks", 0))
 
     def _evidence_arguments(self, how: dict[str, Any], shared: tuple, own: tuple) -> tuple:
         """q, site, memory, key and rule that the evidence is asked for at."""
@@ -280,7 +280,7 @@ class Answers:
         moments = jax.tree.unflatten(jax.tree.structure(self.moments), shared[:size])
         level, *rest = shared[size:]
         probe = rest.pop(0) if how["probe"] else None
-        count = {"": 0, "units": 2, "points": len(PointSet._fields)}[how["draws"]]
+        count = {"": 0, "units": 5, "points": len(PointSet._fields)}[how["draws"]]
         told, rest = rest[:count], rest[count:]
         draws: Any = (PointSet(*told) if how["draws"] == "points" else tuple(told)) if told else None
         raised = rest.pop(0) if how["clip"] is None else None
@@ -299,7 +299,8 @@ class Answers:
             pairs, seed = shared[self._rule.num_leaves], shared[-1]
             seed = jax.random.wrap_key_data(jnp.asarray(seed), impl=how["seed"])
         given = rows, held, offset, seed, rest, site, memory, key, rule, pairs
-        return programs.visit(*given, guarded=how["guarded"], rules=how["rules"], total=how["units"])
+        static = {name: how[name] for name in ("guarded", "rules", "looks")}
+        return programs.visit(*given, **static, total=how["units"])
 
     def visit(
         self, how: dict[str, Any], shared: tuple, rest: Any, site: Any, memory: Any, key: Any, start: tuple

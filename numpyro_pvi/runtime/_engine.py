@@ -16,7 +16,7 @@ from numpyro.distributions.transforms import biject_to
 from .._compiling import Program
 from .._numerics import Flat, either_mode
 from .._state import SKIP_LIMIT, Plan, PVIState
-from ..expectations import FIXED_RULES, RULES, TOLERANCE, PointsProgram
+from ..expectations import FIXED_RULES, RULES, TOLERANCE, LocalLatentProgram, PointsProgram
 from ..factors import (
     GroupMasks,
     ModelCall,
@@ -201,13 +201,14 @@ def settle(
     ask = able & ~(old.sampled & ~retry) & (due | retry) & ~gone
     barred = able & ~old.sampled & barred & ~jnp.asarray(again)
     wait = jnp.where(jnp.any(barred), (1 - _LONGER) * COMPARED_MOVE, jnp.where(due, 0.0, travelled))
-    refined = barred & _refinable(problem) & ~old.finer
+    begins = jnp.asarray([getattr(p, "begins_finer", False) for p in (problem.program, problem.prior_program)])
+    refined = barred & _refinable(problem) & ~(old.finer | begins)
     points = Points(
         (old.sampled & ~retry) | gone | (barred & ~refined),
         jnp.where(barred & ~refined, spread, old.anchor),
         wait.astype(old.moved.dtype),
         # From sigma points on: where a product rule is no number, few points may well be some.
-        (old.finer & ~retry & ~gone) | refined,
+        (old.finer & ~retry & ~gone) | refined | begins,
     )
     anew = problem.sampled(evaluation.rule) | jnp.any(barred | gone) | stale
     return _settled(problem, sites, evaluation, noise, points, (ask & ~barred) | refined, anew, again)
@@ -234,7 +235,7 @@ def _settled(problem, sites, evaluation: Evaluation, noise, points: Points, ask,
         found = evaluation.rule.points
         wrong = ask & jax.lax.cond(
             jnp.any(ask),
-            lambda: _contradicted(problem, evaluation, noise, before, found.finer),
+            lambda: _contradicted(problem, sites, evaluation, noise, before, found.finer),
             lambda: jnp.zeros((2,), bool),
         )
         spread = -0.5 * evaluation.moments.log_det_precision / problem.family.dim
@@ -255,21 +256,23 @@ def _settled(problem, sites, evaluation: Evaluation, noise, points: Points, ask,
     return jax.lax.while_loop(unfinished, step, (first, ask, jnp.asarray(stale)))[0]
 
 
-def _contradicted(problem: LocalProblem, evaluation: Evaluation, noise: Draws, before: Any, finer: Any) -> Any:
+def _contradicted(problem: LocalProblem, sites, evaluation: Evaluation, noise: Draws, before: Any, finer: Any) -> Any:
     """Whether the points of the likelihood, and of the prior factor, are contradicted, or not confirmed again.
 
     ``before``: Bool[2], whether draws have done so before; ``finer``: Bool[2], whether the points are a product rule.
     """
     return jnp.stack(
         [
-            _likelihood(problem, evaluation, noise, before[0], finer[0]),
+            _likelihood(problem, sites, evaluation, noise, before[0], finer[0]),
             _prior(problem, evaluation, noise, before[1], finer[1]),
         ]
     )
 
 
-def _likelihood(problem: LocalProblem, evaluation: Evaluation, noise: Draws, before: Any, finer: Any) -> Any:
+def _likelihood(problem: LocalProblem, sites, evaluation: Evaluation, noise: Draws, before: Any, finer: Any) -> Any:
     program, moments = problem.program, evaluation.moments
+    if isinstance(program, LocalLatentProgram):
+        return problem.own_contradicted(sites.local, evaluation, noise)
     if not isinstance(program, PointsProgram):
         return jnp.array(False)
     pairs = partial(problem.pairs, moments)

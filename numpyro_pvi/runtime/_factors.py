@@ -356,15 +356,15 @@ class Factors:
 
     def draws_of(self, program: Any, noise: Draws | None, rule: Rule | None, trial: bool = False) -> Any:
         """What one program takes of a round's draws: sigma points or random ones, pairs, or None."""
-        if isinstance(program, LocalLatentProgram) and noise is not None:
-            return LocalNoise(noise.pairs, noise.local)
-        if not isinstance(program, PointsProgram):
+        if not isinstance(program, PointsProgram | LocalLatentProgram):
             return noise.pairs if noise is not None and isinstance(program, ReparameterisedProgram) else None
         prior = program is self.prior_program
-        random = None if noise is None else noise.prior_points if prior else noise.points
         sampled, finer = (
             (False, False) if rule is None else (x[int(prior)] for x in (rule.points.sampled, rule.points.finer))
         )
+        if isinstance(program, LocalLatentProgram):
+            return None if noise is None else program.choose(LocalNoise(noise.pairs, noise.local), sampled, finer)
+        random = None if noise is None else noise.prior_points if prior else noise.points
         return program.choose(random, sampled, self.dtype, trial, finer)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .._compiling import Program
-from ..expectations import LocalNoise, own_normals
+from ..expectations import LocalLatentProgram, LocalNoise, drawn_of, joint_rules, own_normals
 from ..families import GaussianMoments, conditional_divergence, conditional_moments
 from ..sites import LocalSites, OwnConditionals, damp, marginal_sites, take
 from ._factors import Draws
@@ -57,6 +58,15 @@ def _wanted(solver: Any, held: Any, found: Any) -> tuple[Any, Bool[Array, ""]]:
     return held + (found - held) * solver.step_size, finite
 
 
+def by_looks(problem: Any, looks: int) -> Any:
+    """A client's factors with the fixed points that all rows together are looked at by. ``looks``: log densities of all units."""
+    program = problem.program
+    if not isinstance(program, LocalLatentProgram) or program.rules is None:
+        return problem
+    rules = joint_rules(problem.family.dim, problem.units[1], looks)
+    return dataclasses.replace(problem, program=dataclasses.replace(program, rules=rules))
+
+
 class HeldPrograms(NamedTuple):
     """What a client does with what it holds, compiled, of ``(arrays, packing, prior, units)`` and of that first.
 
@@ -78,18 +88,20 @@ def held_programs(problem_of: Any, plan: Any, prepared: Any) -> HeldPrograms:
     """
     family, width = plan.family, plan.partition.local.width
 
-    def look(rows, held, offset, seed, moments, level, probe, draws, raised, clip, rules, total):
-        own = problem_of(rows, rules)
+    def look(rows, held, offset, seed, moments, level, probe, draws, flags, raised, clip, rules, looks, pairs, total):
+        own = by_looks(problem_of(rows, rules), looks)
         if seed is not None:
-            draws = LocalNoise(draws, own_draws(rows[3], offset, seed, (family.dim, width, draws.shape[0]), total))
+            drawn = own_draws(rows[3], offset, seed, (family.dim, width, pairs), total)
+            sampled, checking, first = flags
+            draws = drawn_of(LocalNoise(draws, drawn, sampled, checking, pairs, first), drawn)
         clip = raised if clip is None else clip
         found = own.sum_groups(own.looking(moments, level, draws, clip, probe), held)
         aim, finite = _wanted(own.solver, held, found.local)
         valid = jnp.all(conditional_moments(held.rows).valid)
         return prepared(found, probe is not None), finite, valid, aim
 
-    def visit(rows, held, offset, seed, rest, site, state, key, rule, pairs, guarded, rules, total):
-        own, zero = problem_of(rows, rules), jnp.int32(0)
+    def visit(rows, held, offset, seed, rest, site, state, key, rule, pairs, guarded, rules, looks, total):
+        own, zero = by_looks(problem_of(rows, rules), looks), jnp.int32(0)
         if not own.matches_moments:
             draws = own_draws(rows[3], offset, seed, (family.dim, width, pairs.shape[0]), total)
             noise = Draws(pairs, jnp.zeros((1, family.dim), pairs.dtype), None, None, draws)
@@ -126,8 +138,8 @@ def held_programs(problem_of: Any, plan: Any, prepared: Any) -> HeldPrograms:
         return GaussianMatched(own, rule).share(jnp.int32(0), q, site, state, key)
 
     return HeldPrograms(
-        Program(look, ("clip", "rules", "total")),
-        Program(visit, ("guarded", "rules", "total")),
+        Program(look, ("clip", "rules", "looks", "pairs", "total")),
+        Program(visit, ("guarded", "rules", "looks", "total")),
         Program(between),
         Program(apart),
         Program(evidence, ("rules",)),

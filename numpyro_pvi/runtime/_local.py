@@ -16,12 +16,22 @@ from .._numerics import all_finite, clip_to_psd
 from ..expectations import (
     FIXED_RULES,
     Expected,
+    LocalLatentProgram,
     MaskedIntegratedProgram,
     MaskedLocalProgram,
     PointsProgram,
     own_normals,
 )
-from ..families import GaussianFamily, GaussianMoments, GaussianNatural, RowFamily, RowMoments, conditional_moments
+from ..families import (
+    ConditionalNatural,
+    GaussianFamily,
+    GaussianMoments,
+    GaussianNatural,
+    NormalFamily,
+    RowFamily,
+    RowMoments,
+    conditional_moments,
+)
 from ..schedules import Evaluation, ProblemDefaults, RoundCarry, Rule, move_in_nats
 from ..sites import (
     LocalSites,
@@ -133,6 +143,7 @@ def fall_explained(
     units: tuple[int, int] | None = None,
     own: Any = 0.0,
     sigma: Any = False,
+    drawn: Any = True,
 ) -> Any:
     """Twice what a joint step promises, its squared length over its share, where draws contradict themselves; else 0.
 
@@ -148,7 +159,8 @@ def fall_explained(
     expectations are by draws; ``new``: sites and evaluation after the step; ``old``: before it, on the same draws; ``step``:
     share of the way to the targets, in (0, 1]; ``units``: how many units have how many local latents each; None without any;
     ``own``: the local latents' part of the step's squared length, where clients keep them;
-    ``sigma``: whether some expectation is by sigma points; False where none ever is. Returns nats, or the number 0.
+    ``sigma``: whether some expectation is by sigma points; False where none ever is; ``drawn``: whether those of ``noisy`` that may
+    be by fixed points are by draws. Returns nats, or the number 0.
     """
     jumping = [p.num_pairs for p in noisy if isinstance(p, PointsProgram) and p.mode == "values"]
     by_draws = bool(jumping) or not all(isinstance(p, PointsProgram) for p in noisy)
@@ -160,6 +172,7 @@ def fall_explained(
     promised = length / jnp.maximum(step, jnp.finfo(length.dtype).tiny)
     coordinates = family.dim + (0 if units is None else units[0] * units[1])
     excused = explained(promised, coordinates, min(jumping) if jumping else 0) if by_draws else 0.0
+    excused = excused if drawn is True else jnp.where(drawn, excused, 0.0)
     behind = BARRED_LEFT * jnp.sqrt(promised) + 0.5 * promised
     return jnp.where(sigma & (promised <= BARRED_LEFT**2), jnp.maximum(behind, excused), excused)
 
@@ -209,19 +222,35 @@ class LocalProblem(Factors, ProblemDefaults):
         return jnp.any(jnp.stack(flags))
 
     def by_sigma_points(self, rule: Rule) -> Bool[Array, ""] | bool:
-        """Whether any expectation is by sigma points under this rule; False where none ever is."""
-        programs = {i: p for i, p in enumerate((self.program, self.prior_program)) if isinstance(p, PointsProgram)}
+        """Whether any expectation is by few fixed points under this rule, which contradict themselves; False where none ever is.
+
+        With own latents a product rule is what is begun with: its messages lead where its values are largest.
+        """
+        programs = {
+            i: p
+            for i, p in enumerate((self.program, self.prior_program))
+            if isinstance(p, PointsProgram) or (isinstance(p, LocalLatentProgram) and not p.refinable)
+        }
         able = {i: p.mode for i, p in programs.items() if p.mode in ("auto", "sigma_points")}
         flags = [~rule.points.sampled[i] if mode == "auto" else jnp.array(True) for i, mode in able.items()]
         return jnp.any(jnp.stack(flags)) if flags else False
+
+    def points_of(self, rule: Rule) -> dict[str, Any]:
+        """Whether expectations are by fixed points, and by draws that contradict themselves: see :func:`fall_explained`."""
+        own = isinstance(self.program, LocalLatentProgram) and self.program.mode == "auto"
+        others = (
+            self.has_prior_factor and not isinstance(self.prior_program, PointsProgram) and self.prior_program.noisy
+        )
+        drawn = rule.points.sampled[0] if own and not others else True
+        return {"sigma": self.by_sigma_points(rule), "drawn": drawn}
 
     def allowance(
         self, new_sites: SiteStack, new: Evaluation, old_sites: SiteStack, old: Evaluation, step: Float[Array, ""]
     ) -> Any:
         """What draws that contradict themselves may lose: see :func:`fall_explained`."""
         own = [p for p in (self.program, self.prior_program) if p is not None and p.noisy]
-        pairs = (new_sites, new), (old_sites, old)
-        return fall_explained(self.family, own, *pairs, step, self.units, sigma=self.by_sigma_points(old.rule))
+        pairs, points = ((new_sites, new), (old_sites, old)), self.points_of(old.rule)
+        return fall_explained(self.family, own, *pairs, step, self.units, **points)
 
     def noise(self, key: Any, num_particles: int = 1) -> Draws | None:
         """The draws of one round, shared by all groups, or None.
@@ -238,7 +267,7 @@ class LocalProblem(Factors, ProblemDefaults):
         elif self.units is not None:
             count = max(count, affordable_pairs(*self.units, self.family.dim))
         units, width = (0, 0) if self.units is None else self.units
-        pairs, local = own_normals(keys[0], self.family.dim, width, count, units, self.dtype)
+        pairs, local = own_normals(keys[0], self.family.dim, width, count, units, self.dtype)[:2]
         compared = jax.random.normal(keys[1], (COMPARED_PAIRS, self.family.dim), self.dtype)
         points = [
             p.draw(k, self.dtype) if isinstance(p, PointsProgram) else None
@@ -370,6 +399,36 @@ class LocalProblem(Factors, ProblemDefaults):
             return jax.tree.map(lambda x: jnp.sum(x, axis=0), found)
 
         return jax.lax.map(one, eps, batch_size=_PAIRS_AT_ONCE)
+
+    def zero_sites(self, dtype: Any) -> SiteStack:
+        """See :class:`numpyro_pvi.schedules.ProblemDefaults`; with what groups hold of their own latents, if q is mean-field."""
+        sites = super().zero_sites(dtype)
+        if self.units is None or self.keeps_conditionals or self.family.full or self.runtime.alone is not self.runtime:
+            return sites
+        none = jnp.zeros((*self.data.chunks[1].shape, self.units[1]), dtype)
+        rows = ConditionalNatural(none, none, jnp.zeros((*none.shape, 0), dtype))
+        return dataclasses.replace(sites, local=LocalSites(sites.groups, rows))
+
+    def own_products(self, evaluation: Evaluation, change: LocalSites) -> Float[Array, "W W"]:
+        """See :class:`numpyro_pvi.schedules.ProblemDefaults`."""
+        loc, sd = (x.ravel() for x in evaluation.local)
+        linear, precision = (x.reshape(x.shape[0], -1) for x in (change.rows.linear, change.rows.precision))
+        moments = GaussianMoments(loc, sd, jnp.zeros_like(loc[0]), jnp.array(True))
+        return NormalFamily(loc.shape[0]).inner_products(moments, GaussianNatural(linear, precision))
+
+    def own_contradicted(self, local: Any, evaluation: Evaluation, noise: Draws) -> Bool[Array, ""]:
+        """Whether fixed points for groups with latents of their own are contradicted: see ``LocalLatentProgram.contradicted``.
+
+        ``local``: what groups hold of these latents; ``evaluation``: at the same sites; ``noise``: the round's draws.
+        """
+        rows = local.rows if isinstance(local, LocalSites | OwnConditionals) else None
+        program, moments = self.program, evaluation.moments
+
+        def look(draws: Any) -> Expected:
+            return self.sum_groups(self.looking(moments, evaluation.rule.level, draws), local)
+
+        draws = self.draws_of(program, noise, evaluation.rule)
+        return program.contradicted(moments, evaluation.groups, rows, draws, look)
 
     def empty_sites(self, prior_site: Any) -> SiteStack:
         """Unit sites for all groups, and the given site (or None) for the prior factor."""

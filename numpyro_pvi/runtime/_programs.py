@@ -17,6 +17,7 @@ from .._state import Plan
 from ..errors import PVIError
 from ..expectations import (
     AffineProgram,
+    JointRules,
     LocalLatentProgram,
     MaskedLocalProgram,
     PointsProgram,
@@ -24,6 +25,7 @@ from ..expectations import (
     ReparameterisedProgram,
     RowProgram,
     SharedAffineProgram,
+    joint_rules,
     product_nodes,
     read_quadratic,
     sum_by_group,
@@ -125,7 +127,7 @@ class FactorReader:
                 return density((chunk, None), theta, local=z)
 
             # Steps by batches of rows look at curvatures of their own.
-            how = plan.family, self.solver.stochastic
+            how = plan.family, self.solver.stochastic, own_rules(part, self.solver)
             # Forward derivatives of all groups at once take D^2 passes, reverse ones some 3 D for every group.
             if isinstance(packing, GroupMasks) and plan.family.dim < 3 * part.table.num_groups:
                 densities = partial(_group_densities, part, packing, call)
@@ -199,6 +201,14 @@ class FactorReader:
             return sum(found, start=jnp.zeros((), point.dtype)) / count
 
         return GroupRows(beside_own if part.local else lambda chunk, point: density((chunk, None), point), *rows)
+
+
+def own_rules(part: PartitionPlan, solver: LocalSolver) -> JointRules | None:
+    """Fixed points for rows with latents of their own; None where draws are asked for, or a solver has steps by draws."""
+    own = part.local
+    assert own is not None
+    fixed = part.unstructured == "auto" and not (solver.stochastic or solver.matches_moments)
+    return joint_rules(part.layout.dim, own.width, own.looks) if fixed else None
 
 
 def _num_rows(packing: Packing | GroupMasks) -> int:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..expectations import RULES, Expected, LocalNoise, PointSet
 from ..families import ProductFamily, ProductNatural
-from ..schedules import Evaluation, RoundCarry, Rule
+from ..schedules import Evaluation, ProblemDefaults, RoundCarry, Rule
 from ..sites import SiteStack, cavity, damp
 from ..solvers import LocalResult
 from ._answers import NUMBERS
@@ -128,8 +128,8 @@ class RemoteProblem(LocalProblem):
     message is known, so that sigma points stay what they are; ``keeps``: whether clients keep what a look finds that their
     groups want beside their sites, where they have latents of their own: what a schedule holds are names of it
     (:class:`numpyro_pvi.sites.Held`); ``starts``: by group, the number of its first unit (plate index) among all, less what its
-    client knows of that itself; ``params``: leaves of the constrained values of the model's ``numpyro.param`` sites, which
-    every question tells.
+    client knows of that itself; ``looks``: log densities of all units, by which fixed points are
+    chosen; ``params``: leaves of the constrained values of the model's ``numpyro.param`` sites, which every question tells.
     """
 
     network: Any = None
@@ -139,6 +139,7 @@ class RemoteProblem(LocalProblem):
     summed: bool = False
     keeps: bool = True
     starts: tuple[int, ...] = ()
+    looks: int = 0
     params: tuple = ()
 
     @property
@@ -166,7 +167,7 @@ class RemoteProblem(LocalProblem):
         size, product = len(jax.tree.leaves(target)), jnp.zeros((self.num_groups, self.family.dim), self.dtype)
         wanted = None
         if self.units is not None:
-            how |= {"held": self.keeps, "units": self.units[0]}
+            how |= {"held": self.keeps, "units": self.units[0], "looks": self.looks}
             own = local.tickets, jnp.asarray(self.starts, jnp.int32)
             flag = jax.ShapeDtypeStruct((), jnp.bool_)
             found = self._ask_held(how, (*self.seen_shapes(probe is not None), flag, flag), tuple(shared), own)
@@ -207,7 +208,7 @@ class RemoteProblem(LocalProblem):
         said, arrays = self._drawn(noise, None if noise is None else noise.points)
         how, shared, own = how | said, (*shared, *arrays), ()
         if self.units is not None:
-            how |= {"held": False, "units": self.units[0]}
+            how |= {"held": False, "units": self.units[0], "looks": self.looks}
             own = local.tickets, jnp.asarray(self.starts, jnp.int32)
         number = jax.ShapeDtypeStruct((), self.dtype)
 
@@ -266,6 +267,10 @@ class RemoteProblem(LocalProblem):
         shared = tuple(jax.tree.leaves((at, before)))
         return self._ask_held({"ask": "apart", "held": False}, (number, number), shared, (one.tickets, other.tickets))
 
+    def zero_sites(self, dtype: Any) -> SiteStack:
+        """See :class:`numpyro_pvi.schedules.ProblemDefaults`: what clients hold of latents of their own is not here."""
+        return ProblemDefaults.zero_sites(self, dtype)
+
     def own_latents(self, local: Any, moments: Any, groups: Expected) -> tuple[Any, Bool[Array, ""]]:
         """Where clients keep them, and whether all of these say that they are normalisable."""
         if self.units is None:
@@ -280,14 +285,14 @@ class RemoteProblem(LocalProblem):
         self, new_sites: SiteStack, new: Evaluation, old_sites: SiteStack, old: Evaluation, step: Float[Array, ""]
     ) -> Any:
         """What draws that contradict themselves may lose: see :meth:`LocalProblem.allowance`."""
-        sigma = self.by_sigma_points(old.rule)
+        points = self.points_of(old.rule)
         noisy = [p for p in (self.program, self.prior_program) if p is not None and p.noisy]
-        if self.units is None or (not noisy and sigma is False):
+        if self.units is None or (not noisy and points["sigma"] is False):
             return super().allowance(new_sites, new, old_sites, old, step)
         own = jnp.sum(self._apart((new.local, new.moments), (old.local, old.moments))[1])
         bare = (dataclasses.replace(x, local=None) for x in (new_sites, old_sites))
         pairs = tuple(zip(bare, (new, old), strict=True))
-        return fall_explained(self.family, noisy, *pairs, step, self.units, own, sigma)
+        return fall_explained(self.family, noisy, *pairs, step, self.units, own, **points)
 
     def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> Any:
         """Names of what groups that moved, and were finite, want beside their sites."""
@@ -367,7 +372,7 @@ class RemoteProblem(LocalProblem):
         groups, _, site, state, *_ = operands
         names: tuple = ()
         if held is not None:
-            how, names = {**how, "units": self.units[0]}, (TICKET,)  # type: ignore[index]
+            how, names = {**how, "units": self.units[0], "looks": self.looks}, (TICKET,)  # type: ignore[index]
             own = (*own, (held, jnp.asarray(self.starts, jnp.int32)[groups]))
         return ask_visits(self.network, (how, own, shared, shapes), groups, site, state, names)
 
@@ -465,7 +470,8 @@ def _told(draws: Any) -> tuple[dict[str, Any], tuple]:
     """How clients are told of a look's draws: none, those of units, or points with what is wanted at them; and the arrays."""
     if isinstance(draws, LocalNoise):
         kind, seed = seed_of(draws.local)
-        return {"draws": "units", "seed": kind}, (draws.shared, seed)
+        flags = tuple(jnp.asarray(x) for x in (draws.sampled, draws.checking, draws.first))
+        return {"draws": "units", "seed": kind, "pairs": draws.total or len(draws.shared)}, (draws.shared, seed, *flags)
     if not isinstance(draws, PointSet):
         # Other draws are of no use to what clients are asked.
         return {"draws": ""}, ()

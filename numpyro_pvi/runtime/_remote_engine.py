@@ -30,7 +30,7 @@ from ._network import ask_all, spent
 from ._product_engine import ProductEngine
 from ._product_factors import ProductFactors
 from ._product_problem import ProductProblem
-from ._programs import FactorReader, whole_call
+from ._programs import FactorReader, own_rules, whole_call
 from ._remote import AskedFactors, AskedProduct, InTurn, RemoteProblem, RowValues
 from ._tilted import keeps_rows
 from ._verification import SLOPES_OF, Check, direction_of, draws_of, num_draws, verify_claims
@@ -93,6 +93,7 @@ def remote_problem(
     fields |= {"stream": stream, "params": told}
     if part.local is not None:
         fields |= {"units": (part.local.size, part.local.width), "keeps": keeps, "starts": starts or (0,) * count}
+        fields |= {"looks": part.local.looks}
     quadratic = part.likelihood == "quadratic"
     return RemoteProblem(
         family, engine.solver, engine.runtime, program, prior_program, quadratic, num_rules, data, **fields
@@ -114,7 +115,7 @@ def bare_program(plan: Plan, num_rules: int, engine: Any) -> Any:
         nodes = product_nodes(family.dim, part.table.num_rows)
         return PointsProgram(_no_rows, family, part.unstructured, pairs, nodes)
     if part.likelihood == "local":
-        local = LocalLatentProgram(_no_rows, family)
+        local = LocalLatentProgram(_no_rows, family, rules=own_rules(part, engine.solver))
         return IntegratedProgram(_no_rows, family, 1) if engine.solver.matches_moments else local
     raise PVIError(
         "clients answer for factors that are quadratic, seen through affine predictors, or taken by points or draws; the "

@@ -274,6 +274,10 @@ class ProblemDefaults(Protocol):
         groups = jax.tree.map(lambda x: jnp.zeros((1 if self.flat else self.num_groups, *x.shape), dtype), none)
         return SiteStack(groups, none if self.has_prior_factor else None)
 
+    def own_products(self, evaluation: Any, change: Any) -> Any:
+        """Of changes of the rows' own naturals (leading axis W), inner products in q's Fisher metric; 0 where they have none."""
+        return 0.0
+
     def tidy(self: Any, sites: SiteStack) -> SiteStack:
         """Remove rounding asymmetry; where groups have local latents, take their sites from the joint natural parameters."""
         even = self.family.symmetrise

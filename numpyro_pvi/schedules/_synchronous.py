@@ -75,18 +75,32 @@ def _mixes_sites(problem: Any) -> bool:
     """Whether rounds on a q of independent parts are extrapolated: they contract by the correlations that it does not have."""
     if problem.stochastic or problem.blind or problem.matches_moments or problem.tied:
         return False
-    # Values by draws compare between two q of one round, and rounds do not; latents of rows follow within a round.
+    # Values by draws compare between two q of one round, and rounds do not; latents of rows follow within turns, and what clients
+    # hold of theirs is nowhere else.
     sites = jax.eval_shape(lambda: problem.zero_sites(float))
-    contracts = (problem.in_turns and not problem.noisy) or (problem.capped and problem.units is None)
-    return contracts and sites.local is None and sum(x.size for x in jax.tree.leaves(sites)) <= _MOST_MIXED
+    here = sites.local is None if problem.in_turns else problem.units is None or sites.local is not None
+    contracts = (problem.in_turns and not problem.noisy) or problem.capped
+    return contracts and here and sum(x.size for x in jax.tree.leaves(sites)) <= _MOST_MIXED
 
 
-def _asked(problem: Any, residuals: SiteStack) -> Any:
-    """What all sites ask of q together, by rounds (leading axis)."""
+class _Asked(NamedTuple):
+    """What all sites ask of q together, by rounds (leading axis), and what rows ask of their own latents, where they have any."""
+
+    shared: Any
+    own: Any
+
+
+def _asked(problem: Any, residuals: SiteStack) -> _Asked:
     if problem.flat:
-        return jax.tree.map(lambda r: r[:, 0], residuals.groups)
-    nothing = jax.tree.map(jnp.zeros_like, problem.prior_natural)
-    return jax.vmap(lambda own: posterior(nothing, own))(residuals)
+        return _Asked(jax.tree.map(lambda r: r[:, 0], residuals.groups), None)
+    nothing, own = jax.tree.map(jnp.zeros_like, problem.prior_natural), residuals.local
+    return _Asked(jax.vmap(lambda mine: posterior(nothing, mine))(residuals), None if problem.units is None else own)
+
+
+def _products(problem: Any, old: Evaluation, change: _Asked) -> Float[Array, "W W"]:
+    """Inner products of changes of the naturals in q's Fisher metric, that of the rows' own latents with it."""
+    found = problem.family.inner_products(old.moments, change.shared)
+    return found if change.own is None else found + problem.own_products(old, change.own)
 
 
 def mixture(
@@ -112,7 +126,7 @@ def mixture(
     residuals = targets - points
     asked = _asked(problem, residuals)
     change = jax.tree.map(lambda r: jnp.append(r[-1] - r[:-1], r[-1:], axis=0), asked)
-    gram = problem.family.inner_products(carry.evaluation.moments, change)
+    gram = _products(problem, carry.evaluation, change)
     shares = mixing_shares(gram, filled)
     # A mean-field q waits until the memory is full, and takes the plain steps that it always took until then.
     attempt = (filled > 1 if problem.flat else filled == WINDOW) & ~mixing.refused & carry.evaluation.moments.valid
@@ -153,7 +167,7 @@ def _still_to_go(
     window has seen it go, where it has begun anew. Returns posterior sds, and their like for the precision; and what q went for a
     change at most.
     """
-    whole = _squares(problem, old, jax.tree.map(lambda x: x[None], old.q))[0]
+    whole = _squares(problem, old, _Asked(jax.tree.map(lambda x: x[None], old.q), None))[0]
     within = 64 * jnp.finfo(gram.dtype).eps * jnp.sqrt(jnp.maximum(whole, 1.0))
     changes = jnp.sqrt(jnp.maximum(jnp.diagonal(gram)[:-1], 0.0))
     there = (jnp.arange(WINDOW - 1) >= WINDOW - filled) & (changes > within)
@@ -164,9 +178,9 @@ def _still_to_go(
     return jnp.where(length > within, length * reach, 0.0), reach
 
 
-def _squares(problem: Any, old: Evaluation, change: Any) -> Float[Array, "W"]:
+def _squares(problem: Any, old: Evaluation, change: _Asked) -> Float[Array, "W"]:
     """Squared lengths of changes of the naturals in q's Fisher metric."""
-    return jnp.diagonal(problem.family.inner_products(old.moments, change))
+    return jnp.diagonal(_products(problem, old, change))
 
 
 def _length(gram: Float[Array, "W W"]) -> Float[Array, ""]:

@@ -47,7 +47,7 @@ class Mortal:
 
     def __init__(self, make, label, keep=lambda kept: kept):
         self.label, self.keep, self.kept, self.answers = label, keep, None, []
-        self.spares = [make(label) for _ in range(40)]
+        self.spares = [make(label) for _ in range(80)]
 
     def compile_with(self, known):
         for client in self.spares:

@@ -16,7 +16,7 @@ from scipy.special import gammaln, logsumexp
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.errors import PVIError
 from numpyro_pvi.expectations import owners
-from numpyro_pvi.expectations._local_latents import integrate_units
+from numpyro_pvi.expectations._integrated_latents import integrate_units
 from numpyro_pvi.runtime import _local_latents
 from numpyro_pvi.schedules import (
     Asynchronous,
