@@ -220,7 +220,7 @@ def largest_steps(pairs):
     pvi = PVI(
         Partition(schools, "data", list(range(8))),
         AutoMultivariateNormal(schools),
-        solver=NaturalGradient(num_draws=pairs),
+        solver=NaturalGradient(num_draws=pairs, expectation="monte_carlo"),
     )
     result = pvi.run(KEY, 60, jnp.asarray(ERROR), jnp.asarray(TREATMENT), progress_bar=False)
     return np.asarray(result.trace.step)[20:].max(axis=1)

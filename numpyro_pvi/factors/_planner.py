@@ -257,7 +257,8 @@ def with_expectation(planned: Planned, expectation: str, full: bool = True) -> P
     """
     plan = planned.plan
     if plan.local is not None:
-        return planned
+        drawn = expectation == "monte_carlo" and plan.unstructured == "auto"
+        return dataclasses.replace(planned, plan=dataclasses.replace(plan, unstructured=expectation)) if drawn else planned
     if expectation in ("monte_carlo", "sigma_points"):
         prior_kind = "draws" if plan.has_prior_factor else "none"
         points = plan.unstructured if plan.unstructured in ("values", "slopes") else expectation
@@ -342,7 +343,8 @@ def local_layout(trace: dict, rows: RowAxes) -> LocalLayout | None:
         )
     ((key, size),) = keys.items()
     _, shapes, dims = zip(*found.values(), strict=True)
-    terms = sum(math.prod(site["fn"].batch_shape) for site in trace.values() if rows.of(site) is not None)
+    inside = (site for site in trace.values() if site["type"] == "sample" and rows.of(site) is not None)
+    terms = sum(math.prod(site["fn"].batch_shape) for site in inside)
     return LocalLayout(key, size, tuple(found), tuple(shapes), tuple(dims), -(-terms // max(size, 1)))
 
 

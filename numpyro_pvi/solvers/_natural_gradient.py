@@ -67,8 +67,9 @@ class NaturalGradient(SolverDefaults):
         step_size: largest step in (0, 1], in natural space; 1 is the full step, as for ``damping`` in earlier PVI code.
         expectation: "auto" (closed form or quadrature where the structure allows, else sigma points while a few random
             draws agree with them, then, of few latents and rows, a product of Gauss-Hermite rules while a coarser one agrees
-            with it, else random points with gradients; for a mean-field q in many dimensions reparameterised
-            draws), or one to insist on: "exact", "quadrature", "sigma_points", "monte_carlo" (everything by draws: random
+            with it, else random points with gradients; where rows have latents of their own a product rule or other fixed points
+            while draws and such another rule agree with it, else antithetic draws; for a mean-field q in many dimensions
+            reparameterised draws), or one to insist on: "exact", "quadrature", "sigma_points", "monte_carlo" (everything by draws: random
             points with gradients, right where these jump; of each latent under ``AutoExponentialFamily``), "reparameterised"
             (pairs without anything D x D, for a mean-field q).
         backtracking: halve a step that lowers the local free energy or leaves q improper, and double it back when it is
@@ -160,10 +161,12 @@ class NaturalGradient(SolverDefaults):
                 f"NaturalGradient(blocks={self.blocks!r}) is for the guide AutoExponentialFamily, whose latents can move one after "
                 "another; a Gaussian guide moves all of them together. Leave blocks out."
             )
-        if structure == "local" and (self.num_steps > 1 or self.backtracking is True or self.expectation != "auto"):
+        insists = self.expectation not in ("auto", "monte_carlo")
+        if structure == "local" and (self.num_steps > 1 or self.backtracking is True or insists):
             raise PVIError(
                 f"{self!r} does not fit the {where}, which has local latents: groups with local latents take one "
-                "natural-gradient step a visit, by antithetic draws. Leave num_steps=1, backtracking and expectation as they are."
+                "natural-gradient step a visit, at fixed points or by antithetic draws. Leave num_steps=1 and backtracking as they "
+                "are, and expectation at 'auto' or 'monte_carlo' (draws alone)."
             )
         if self.expectation == "reparameterised" and full:
             raise PVIError(
