@@ -196,6 +196,40 @@ def test_a_mean_field_q_converges_in_few_rounds_to_the_best(num_groups, monkeypa
         assert 3 * len(fit.losses) < len(plain.losses)
 
 
+def _own_levels(y):
+    """Members of a hierarchy that are the rows' own, and say what they have in common."""
+    common = numpyro.sample("common", dist.Normal(0.0, 10.0))
+    with numpyro.plate("owners", y.shape[0]):
+        level = numpyro.sample("level", dist.Normal(common, 0.3))
+        numpyro.sample("y", dist.Normal(level, 1.0).expand([y.shape[0]]), obs=y)
+
+
+def test_latents_of_rows_are_mixed_with_the_shared_ones(monkeypatch):
+    """Exact means in a fraction of the rounds."""
+    y = 2.0 + np.random.default_rng(6).normal(size=8)
+    own, common = 1.0 + 0.3**-2, 8 * 0.3**-2 + 0.01
+    precision = np.diag([own] * 8 + [common])
+    precision[8, :8] = precision[:8, 8] = -(0.3**-2)
+    exact = np.linalg.solve(precision, np.append(y, 0.0))
+
+    def fit() -> tuple[int, float]:
+        pvi = PVI(Partition(_own_levels, "owners", np.arange(8) % 4), AutoNormal(_own_levels))
+        done = pvi.run(jax.random.key(0), 600, y, tol=1e-4, progress_bar=False)
+        assert done.converged
+        q = pvi.posterior(done.state)
+        off = (np.append(q["level"].mean, q["common"].mean) - exact) * np.sqrt(np.diagonal(precision))
+        return len(done.losses), np.max(np.abs(off))
+
+    rounds, off = fit()
+    assert off < 3e-4
+    with monkeypatch.context() as patched:
+        jax.clear_caches()
+        patched.setattr(_synchronous, "_mixes_sites", lambda problem: False)
+        plain, _ = fit()
+    jax.clear_caches()
+    assert 3 * rounds < plain
+
+
 def _linear(X, y):
     w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([X.shape[1]]).to_event(1))
     with numpyro.plate("rows", X.shape[0]):

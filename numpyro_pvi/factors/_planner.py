@@ -258,7 +258,9 @@ def with_expectation(planned: Planned, expectation: str, full: bool = True) -> P
     plan = planned.plan
     if plan.local is not None:
         drawn = expectation == "monte_carlo" and plan.unstructured == "auto"
-        return dataclasses.replace(planned, plan=dataclasses.replace(plan, unstructured=expectation)) if drawn else planned
+        return (
+            dataclasses.replace(planned, plan=dataclasses.replace(plan, unstructured=expectation)) if drawn else planned
+        )
     if expectation in ("monte_carlo", "sigma_points"):
         prior_kind = "draws" if plan.has_prior_factor else "none"
         points = plan.unstructured if plan.unstructured in ("values", "slopes") else expectation
