@@ -69,9 +69,9 @@ class NaturalGradient(SolverDefaults):
             draws agree with them, then, of few latents and rows, a product of Gauss-Hermite rules while a coarser one agrees
             with it, else random points with gradients; where rows have latents of their own a product rule or other fixed points
             while draws and such another rule agree with it, else antithetic draws; for a mean-field q in many dimensions
-            reparameterised draws), or one to insist on: "exact", "quadrature", "sigma_points", "monte_carlo" (everything by draws: random
-            points with gradients, right where these jump; of each latent under ``AutoExponentialFamily``), "reparameterised"
-            (pairs without anything D x D, for a mean-field q).
+            reparameterised draws), or one to insist on: "exact", "quadrature", "sigma_points", "monte_carlo" (everything by
+            draws: random points with gradients, right where these jump; of each latent under ``AutoExponentialFamily``),
+            "reparameterised" (pairs without anything D x D, for a mean-field q).
         backtracking: halve a step that lowers the local free energy or leaves q improper, and double it back when it is
             accepted. "auto" does so wherever the schedule does not test the joint step itself and the factor is not
             quadratic.

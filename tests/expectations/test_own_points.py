@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -232,7 +233,7 @@ def loss_of(full, p):
 def best():
     """The best normal q's loss, nats, by a minimiser."""
     first = np.concatenate([[0.5, 0.0, -0.5, -0.5, 0.0], EFFECT, np.full(5, -0.5), np.zeros(10)])
-    return {full: minimize(lambda p: loss_of(full, p), first, method="BFGS").fun for full in (True, False)}
+    return {full: minimize(partial(loss_of, full), first, method="BFGS").fun for full in (True, False)}
 
 
 def fit(full, rounds=150):
