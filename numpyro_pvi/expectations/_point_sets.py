@@ -167,7 +167,9 @@ _OWN_NODES = {1: 7, 2: 5, 3: 3}
 # Nodes an axis of the shared latents at most, by their number, and for more; and at least.
 _MOST_SHARED, _SHARED_OF_MORE, _LEAST_SHARED = {1: 11, 2: 9, 3: 6, 4: 5}, 4, {1: 9, 2: 4, 3: 4}
 # Rows times points times latents, each of which is a tangent, that an evaluation by such points may cost.
-_MOST_TANGENTS = 1 << 19
+_MOST_TANGENTS = 3 << 20
+# Points that are few enough whatever the rows: some four times as many as draws, which are looked at twice a round.
+_AS_DRAWS = 160
 
 
 class FixedRule(NamedTuple):
@@ -186,13 +188,13 @@ class JointRules(NamedTuple):
 
 
 @cache
-def joint_rules(dim: int, width: int, num_rows: int) -> JointRules:
+def joint_rules(dim: int, width: int, num_rows: int) -> JointRules | None:
     """Fixed points over the shared latents and those of one row.
 
     ``dim``: D, shared latents; ``width``: K, latents of a row; ``num_rows``: N. Returns a product of Gauss-Hermite rules where both
     and the rows are few enough; else nodes in the latents of a row times a fully symmetric rule in the shared ones, which many rows
     know well: of degree five from four latents on (Stroud, Approximate Calculation of Multiple Integrals, E_n^r^2 5-2), or sigma
-    points. Each is held to a rule of the same kind with fewer or other nodes.
+    points; None where not even these are few enough. Each is held to a rule of the same kind with fewer or other nodes.
     """
     own, own_check = _own(width, 0), _own(width, 1)
     each = max(num_rows, 1) * (dim + width) * len(own.weight)
@@ -200,12 +202,14 @@ def joint_rules(dim: int, width: int, num_rows: int) -> JointRules:
     nodes = [n for n in range(most, _LEAST_SHARED.get(dim, 3) - 1, -1) if n**dim * each <= _MOST_TANGENTS]
     if nodes:
         shared, check = product_rule_of(dim, nodes[0]), product_rule_of(dim, nodes[0] - 1)
-    elif dim >= 4 and (2 * dim**2 + 1) * each <= _MOST_TANGENTS:
-        shared, check = _fifth(dim, 3), _fifth(dim, dim + 2)
-    else:
-        shared = _signed(*sigma_arrays(dim))
-        check = product_rule_of(dim, 7 if dim == 1 else 3) if dim < 4 else _star(dim, dim + 2)
-    return JointRules(_times(shared, own), _times(check, own_check), bool(nodes))
+        return JointRules(_times(shared, own), _times(check, own_check), True)
+    if dim >= 4 and (2 * dim**2 + 1) * each <= _MOST_TANGENTS:
+        return JointRules(_times(_fifth(dim, 3), own), _times(_fifth(dim, dim + 2), own_check), False)
+    shared = _signed(*sigma_arrays(dim))
+    check = product_rule_of(dim, 7 if dim == 1 else 3) if dim < 4 else _star(dim, dim + 2)
+    rules = JointRules(_times(shared, own), _times(check, own_check), False)
+    few = len(rules.used.weight) <= _AS_DRAWS or len(shared.weight) * each <= _MOST_TANGENTS
+    return rules if few else None
 
 
 def product_rule_of(dim: int, nodes: int) -> FixedRule:
