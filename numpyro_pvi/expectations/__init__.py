@@ -25,7 +25,7 @@ from ._affinity import (
 from ._chains import Chains, from_chains, no_chains
 from ._expected import Expected, QuadraticProgram, add_expected, read_quadratic, sum_by_group
 from ._integrated_latents import IntegratedProgram, MaskedIntegratedProgram, owners
-from ._local_latents import LocalChunk, LocalLatentProgram, LocalNoise, MaskedLocalProgram, drawn_of, own_normals
+from ._local_latents import LocalChunk, LocalLatentProgram, LocalNoise, MaskedLocalProgram, own_normals
 from ._local_reparameterisation import at_rows_draws
 from ._mean_space import FactorStructure, LatentRole, Laws, MeanSpace, all_values
 from ._own_integrals import OVER_GRIDS, OwnDraws, OwnGrids, own_draws, own_grid, own_integral

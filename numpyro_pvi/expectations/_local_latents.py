@@ -38,10 +38,8 @@ class LocalNoise(NamedTuple):
     # Whether draws are in use; of fixed points, whether those are that others are held to.
     sampled: Bool[Array, ""] | bool = True
     checking: Bool[Array, ""] | bool = False
-    # Of draws that are made where units are, from a key in the place of ``local``: how many there are in all, and the first of the
-    # S that are meant.
-    total: int = 0
-    first: Int[Array, ""] | int = 0
+    # Which batch of the draws is in use, of those that fixed points are compared with; all where it is negative, or None.
+    batch: Int[Array, ""] | None = None
 
 
 # Pairs whose curvature corrects values: one for so many, up to so many. Four leave .95 to 1.4 times the noise that the draws' own
@@ -64,13 +62,6 @@ def own_normals(key: Any, dim: int, width: int, count: int, units: int, dtype: A
     more = min(max(count // _PAIRS_A_CORRECTION, 1), _MOST_CORRECTIONS)
     apart = jax.random.normal(jax.random.fold_in(key, _CORRECTION_SEED), (units, more, width), dtype)
     return LocalNoise(shared, jnp.concatenate([local, apart], axis=1))
-
-
-def drawn_of(noise: LocalNoise, local: Float[Array, "U T K"]) -> LocalNoise:
-    """Draws told by a key, with those of some units. ``noise``: what was told; ``local``: all draws of the units."""
-    count, ends = noise.shared.shape[0], local.shape[:1] + local.shape[2:]
-    meant = jax.lax.dynamic_slice(local, (0, noise.first, 0), (ends[0], count, ends[1]))
-    return noise._replace(local=jnp.concatenate([meant, local[:, noise.total :]], axis=1))
 
 
 def _both_signs(noise: LocalNoise, local: Float[Array, "R T K"]) -> tuple[Array, Array, int]:
@@ -113,14 +104,28 @@ class _Points:
         """``local``: draws of the rows at hand; see :class:`_Points` for the others."""
         return cls(*_both_signs(noise, local), noise, rules, unrolled)
 
+    @property
+    def own(self) -> Float[Array, "P"]:
+        """Weights of the draws: of the round's, or of a batch of them."""
+        pairs, place = self.count // 2, jnp.arange(self.shared.shape[0])
+        weight = jnp.where(place < self.count, 1 / self.count, 0.0).astype(self.shared.dtype)
+        if (batch := self.noise.batch) is None:
+            return weight
+        size = pairs // min(_BATCHES, pairs)
+        there = (place < self.count) & (place % pairs // size == batch)
+        return jnp.where(batch < 0, weight, jnp.where(there, 0.5 / size, 0.0).astype(weight.dtype))
+
+    def mean(self, x: Float[Array, "S ..."]) -> Array:
+        """Mean over the draws of what there is at each of the round's."""
+        return _weigh(self.own[: self.count], x)
+
     def means(self, look: Callable, place: Callable) -> tuple[Any, Any]:
         """Means over the points that are in use, and, where these are draws, over those that correct values.
 
         ``look``: theta and z to arrays; ``place``: whitened points of both, with a leading axis, to these.
         """
-        size, dtype = self.shared.shape[0], self.shared.dtype
-        own = jnp.where(jnp.arange(size) < self.count, 1 / self.count, 0.0).astype(dtype)
-        apart = jnp.where(own > 0, 0.0, 1 / max(size - self.count, 1)).astype(dtype)
+        size, own = self.shared.shape[0], self.own
+        apart = jnp.where(jnp.arange(size) < self.count, 0.0, 1 / max(size - self.count, 1)).astype(own.dtype)
         look_at = jax.vmap(look)
 
         def block(shared: Array, local: Array, *weights: Array) -> tuple[Any, Any]:
@@ -249,53 +254,38 @@ class LocalLatentProgram:
         if self.rules is None:
             return noise
         # As of PointsProgram.choose: where there is no product rule any more, draws stand for it.
-        return noise._replace(sampled=sampled if self.refinable else jnp.asarray(sampled) | finer)
+        sampled = sampled if self.refinable else jnp.asarray(sampled) | finer
+        if (batch := noise.batch) is None:
+            return noise._replace(sampled=sampled)
+        last = self.looks_apart(noise.shared.shape[0]) - 1
+        return noise._replace(sampled=jnp.where(batch < 0, sampled, batch < last), checking=batch == last)
+
+    def looks_apart(self, count: int) -> int:
+        """How many other looks fixed points are compared with: batches of draws, and other points. ``count``: S, draws."""
+        return min(_BATCHES, count) + 1
 
     def contradicted(
-        self,
-        moments: GaussianMoments,
-        factor: Expected,
-        rows: ConditionalNatural | None,
-        noise: LocalNoise,
-        look: Callable[[LocalNoise], Expected],
+        self, value: Float[Array, "B"], even: Float[Array, "B J"], odd: Float[Array, "B"], dim: int
     ) -> Bool[Array, ""]:
         """Whether expectations at fixed points are contradicted by batches of draws, or by other fixed points.
 
-        What is compared: values, the gradients of the factors of the shared latents with those of the rows' own, and the traces
-        of their curvatures, all in whitened coordinates.
-
-        Args:
-            moments: q(theta).
-            factor: the expectations by group.
-            rows: what q says of the rows' own latents; None where they are not here: values and shared latents alone are compared.
-            noise: draws, and the fixed points that are in use.
-            look: points to expectations by group.
-
-        Returns:
-            Whether they are: see :func:`differing`.
+        ``value``, ``even``, ``odd``: how far those are from these, as :meth:`apart` finds it, the other points last; ``dim``:
+        coordinates of q that are compared. Returns whether they are: see :func:`differing`.
         """
-        batches = min(_BATCHES, noise.shared.shape[0])
-        size, total = noise.shared.shape[0] // batches, noise.shared.shape[0]
-        told = jnp.issubdtype(noise.local.dtype, jax.dtypes.prng_key)
-
-        def one(k: Int[Array, ""]) -> tuple[Array, ...]:
-            first = jnp.minimum(k * size, total - size)
-            shared, last = jax.lax.dynamic_slice_in_dim(noise.shared, first, size), k == batches
-            batch = noise._replace(shared=shared, sampled=~last, checking=last, total=total, first=first)
-            found = look(batch if told else drawn_of(batch, noise.local))
-            return self._apart(found, factor, moments, rows)
-
-        value, even, odd = jax.lax.map(one, jnp.arange(batches + 1))
         known = jnp.isfinite(value[-1]) & jnp.all(jnp.isfinite(even[-1])) & jnp.isfinite(odd[-1])
-        size = even.shape[-1]
-        by_draws = differing(value[:-1], even[:-1], odd[:-1], size, telling=False)
-        by_rule = differing(value[-1:], even[-1:], odd[-1:], size, weight=jnp.ones((1,), value.dtype))
-        return ~known | by_draws | by_rule
+        by_draws = differing(value[:-1], even[:-1], odd[:-1], dim, telling=False)
+        weight = jnp.ones((1,), value.dtype)
+        return ~known | by_draws | differing(value[-1:], even[-1:], odd[-1:], dim, weight=weight)
 
-    def _apart(
+    def apart(
         self, found: Expected, factor: Expected, moments: GaussianMoments, rows: ConditionalNatural | None
     ) -> tuple[Float[Array, ""], Float[Array, "J"], Float[Array, ""]]:
-        """How far expectations are from others: in value, in the gradients at q's means, and in the traces of curvatures."""
+        """How far expectations are from others: in value, in gradients, and in the traces of curvatures, in whitened coordinates.
+
+        ``found``: expectations by group; ``factor``: those at fixed points; ``moments``: q(theta); ``rows``: what q says of the
+        rows' own latents; None where they are not here, and values and shared latents alone are compared. Returns nats, nats a
+        posterior sd of shared latents and of the rows' own, and the trace.
+        """
         value = jnp.sum(found.value - factor.value)
         change = jax.tree.map(lambda a, b: jnp.sum(a - b, axis=0), found.target, factor.target)
         pull, scale = self.family.pull(change, moments.loc), moments.scale
@@ -346,7 +336,7 @@ class LocalLatentProgram:
             x[: points.count] - at
             for x, at in zip(place(points.shared, points.local), (moments.loc, mean), strict=True)
         )
-        value = value - points.corrects(self._quadratic_correction(apart, moments, q, away, out))
+        value = value - points.corrects(self._quadratic_correction(apart, moments, q, (away, out), points.mean))
         value = value + jnp.sum(jnp.where(chunk.mask, q.entropy, 0.0))
         own = self._own_precision(chunk, curvature.local)
         product = jnp.zeros_like(moments.loc) if probe is None else _times(curvature.shared, probe)
@@ -436,22 +426,22 @@ class LocalLatentProgram:
         return jnp.where(chunk.mask.reshape(shape), bounded, unit)
 
     def _quadratic_correction(
-        self, curvature: _Curvature, moments: GaussianMoments, q: ConditionalMoments, shared, local
+        self, curvature: _Curvature, moments: GaussianMoments, q: ConditionalMoments, away: tuple, mean: Callable
     ) -> Float[Array, ""]:
         """Exact less sampled mean of half the quadratic form, so that a quadratic factor comes out exactly.
 
         ``curvature``: of other draws than these, or values would be biased by how it covaries with their second moments;
-        ``shared``, ``local``: how far draws are from their means.
+        ``away``: how far draws are from their means, of shared and of own latents; ``mean``: of these draws.
         """
-        scale = moments.scale
+        scale, (shared, local) = moments.scale, away
         if not self.family.full:
-            sampled = jnp.mean(shared**2 @ curvature.shared) + jnp.mean(jnp.sum(local**2 * curvature.local, (1, 2)))
+            sampled = mean(shared**2 @ curvature.shared) + mean(jnp.sum(local**2 * curvature.local, (1, 2)))
             exact = jnp.sum(curvature.shared * scale**2) + jnp.sum(curvature.local * q.root**2)
             return 0.5 * (exact - sampled)
         towards = jnp.einsum("rkj,srj->srk", curvature.local, local) + 2 * jnp.einsum(
             "rkd,sd->srk", curvature.cross, shared
         )
-        sampled = jnp.mean(jnp.sum(shared @ curvature.shared * shared, -1) + jnp.sum(towards * local, (1, 2)))
+        sampled = mean(jnp.sum(shared @ curvature.shared * shared, -1) + jnp.sum(towards * local, (1, 2)))
         inherited = q.slope @ scale
         both = curvature.local @ inherited + 2 * curvature.cross @ scale
         exact = jnp.sum(scale * (curvature.shared @ scale)) + jnp.sum(inherited * both)
@@ -501,7 +491,7 @@ class MaskedLocalProgram(LocalLatentProgram):
         def total(x):
             return jax.ops.segment_sum(x, group, num_groups)
 
-        sampled, exact = self._quadratic_parts(apart, moments, q, away, out)
+        sampled, exact = self._quadratic_parts(apart, moments, q, (away, out), points.mean)
         off = exact[0] - sampled[0] + total(exact[1] - sampled[1])
         value = value - 0.5 * points.corrects(off) + total(q.entropy)
         precision = bounded_precision(wanted, own)
@@ -549,15 +539,15 @@ class MaskedLocalProgram(LocalLatentProgram):
             own, apart = (_symmetric(x) for x in (own, apart))
         return (value, slope, slope_local, own), apart
 
-    def _quadratic_parts(self, curvature: _Curvature, moments: GaussianMoments, q: ConditionalMoments, away, out):
+    def _quadratic_parts(self, curvature: _Curvature, moments: GaussianMoments, q: ConditionalMoments, off, mean):
         """Sampled and exact means of the quadratic form: of theta by group, and of everything with z by unit."""
-        scale, (shared, cross, local) = moments.scale, curvature
+        scale, (shared, cross, local), (away, out) = moments.scale, curvature, off
         if not self.family.full:
-            sampled = jnp.mean(away**2 @ shared.T, axis=0), jnp.mean(jnp.sum(out**2 * local, -1), axis=0)
+            sampled = mean(away**2 @ shared.T), mean(jnp.sum(out**2 * local, -1))
             return sampled, (shared @ scale**2, jnp.sum(local * q.root**2, -1))
-        by_group = jnp.mean(jnp.einsum("sd,mde,se->sm", away, shared, away, optimize="greedy"), axis=0)
+        by_group = mean(jnp.einsum("sd,mde,se->sm", away, shared, away, optimize="greedy"))
         towards = jnp.einsum("ukj,suj->suk", local, out) + 2 * jnp.einsum("ukd,sd->suk", cross, away)
-        by_unit = jnp.mean(jnp.sum(towards * out, -1), axis=0)
+        by_unit = mean(jnp.sum(towards * out, -1))
         inherited = q.slope @ scale
         both = local @ inherited + 2 * cross @ scale
         exact = jnp.sum(inherited * both, (-2, -1)) + jnp.sum(q.root * (local @ q.root), (-2, -1))

@@ -204,7 +204,9 @@ def joint_rules(dim: int, width: int, num_rows: int) -> JointRules | None:
         shared, check = product_rule_of(dim, nodes[0]), product_rule_of(dim, nodes[0] - 1)
         return JointRules(_times(shared, own), _times(check, own_check), True)
     if dim >= 4 and (2 * dim**2 + 1) * each <= _MOST_TANGENTS:
-        return JointRules(_times(_fifth(dim, 3), own), _times(_fifth(dim, dim + 2), own_check), False)
+        # In four dimensions points on axes have no weight, and both are one, whose coordinates are those of three nodes.
+        check = _fifth(dim, dim + 2) if dim > 4 else product_rule_of(dim, 4)
+        return JointRules(_times(_fifth(dim, 3), own), _times(check, own_check), False)
     shared = _signed(*sigma_arrays(dim))
     check = product_rule_of(dim, 7 if dim == 1 else 3) if dim < 4 else _star(dim, dim + 2)
     rules = JointRules(_times(shared, own), _times(check, own_check), False)

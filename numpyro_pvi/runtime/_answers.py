@@ -217,7 +217,7 @@ class Answers:
         draws, seed, *flags = draws if how["draws"] == "units" else (draws, None)
         seed = None if seed is None else jax.random.wrap_key_data(jnp.asarray(seed), impl=how["seed"])
         given = rows, held(ticket), offset, seed, moments, level, probe, draws, tuple(flags), raised
-        static = {name: how[name] for name in ("clip", "rules", "looks")} | {"pairs": how.get("pairs", 0)}
+        static = {name: how[name] for name in ("clip", "rules", "looks")}
         found, finite, valid, aim = programs.look(*given, **static, total=how["units"])
         return (*found, finite, valid), aim if how["held"] else None
 

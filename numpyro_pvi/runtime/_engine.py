@@ -195,7 +195,7 @@ def settle(
     travelled = jnp.where(again, old.moved, further)
     due = travelled >= COMPARED_MOVE
     # Before the first evaluation there is no spread to go by.
-    retry = old.sampled & ((spread < old.anchor - RETRY_DROP) | due) & ~jnp.asarray(stale)
+    retry = old.sampled & ((spread < old.anchor - RETRY_DROP) | due) & cast(Any, evaluation.moments).valid
     # Rows that were fewer had a product rule: draws stand for it, until sigma points are tried anew.
     gone = old.finer & ~_refinable(problem)
     ask = able & ~(old.sampled & ~retry) & (due | retry) & ~gone
@@ -231,11 +231,17 @@ def _settled(problem, sites, evaluation: Evaluation, noise, points: Points, ask,
     def step(state):
         evaluation, ask, stale = state
         rule = evaluation.rule
-        evaluation = jax.lax.cond(stale, lambda: problem.evaluate(sites, rule, noise, again=again), lambda: evaluation)
+        own = jnp.array(False)
+        if isinstance(problem.program, LocalLatentProgram) and problem.program.mode == "auto":
+            evaluation, own = problem.compared(sites, evaluation, noise, stale, ask[0], again)
+        else:
+            evaluation = jax.lax.cond(
+                stale, lambda: problem.evaluate(sites, rule, noise, again=again), lambda: evaluation
+            )
         found = evaluation.rule.points
         wrong = ask & jax.lax.cond(
             jnp.any(ask),
-            lambda: _contradicted(problem, sites, evaluation, noise, before, found.finer),
+            lambda: _contradicted(problem, evaluation, noise, before, found.finer, own),
             lambda: jnp.zeros((2,), bool),
         )
         spread = -0.5 * evaluation.moments.log_det_precision / problem.family.dim
@@ -256,23 +262,24 @@ def _settled(problem, sites, evaluation: Evaluation, noise, points: Points, ask,
     return jax.lax.while_loop(unfinished, step, (first, ask, jnp.asarray(stale)))[0]
 
 
-def _contradicted(problem: LocalProblem, sites, evaluation: Evaluation, noise: Draws, before: Any, finer: Any) -> Any:
+def _contradicted(
+    problem: LocalProblem, evaluation: Evaluation, noise: Draws, before: Any, finer: Any, own: Any
+) -> Any:
     """Whether the points of the likelihood, and of the prior factor, are contradicted, or not confirmed again.
 
-    ``before``: Bool[2], whether draws have done so before; ``finer``: Bool[2], whether the points are a product rule.
+    ``before``: Bool[2], whether draws have done so before; ``finer``: Bool[2], whether the points are a product rule;
+    ``own``: whether those for groups with latents of their own are contradicted.
     """
     return jnp.stack(
         [
-            _likelihood(problem, sites, evaluation, noise, before[0], finer[0]),
+            own | _likelihood(problem, evaluation, noise, before[0], finer[0]),
             _prior(problem, evaluation, noise, before[1], finer[1]),
         ]
     )
 
 
-def _likelihood(problem: LocalProblem, sites, evaluation: Evaluation, noise: Draws, before: Any, finer: Any) -> Any:
+def _likelihood(problem: LocalProblem, evaluation: Evaluation, noise: Draws, before: Any, finer: Any) -> Any:
     program, moments = problem.program, evaluation.moments
-    if isinstance(program, LocalLatentProgram):
-        return problem.own_contradicted(sites.local, evaluation, noise)
     if not isinstance(program, PointsProgram):
         return jnp.array(False)
     pairs = partial(problem.pairs, moments)
@@ -805,6 +812,8 @@ class Engine(FitsParams):
         groups = tie(sites.groups) if problem.tied else sites.groups
         sites = dataclasses.replace(sites, groups=groups, prior=base)
         proper = family.in_domain(posterior(natural, sites))
+        if isinstance(problem, LocalProblem):
+            rule = problem.always_drawn(rule)
         fields = {"sites": sites, "prior": held, "exact": exact, "rule": rule, "step": jnp.int32(0)}
         return fields | self.unvisited(problem), outside, proper
 

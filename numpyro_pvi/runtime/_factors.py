@@ -63,6 +63,8 @@ class Draws(NamedTuple):
     prior_points: PointSet | None
     # For every unit's local latents, so that a unit's draws do not depend on the partition, or None: see LocalNoise.
     local: Float[Array, "U T K"] | None = None
+    # The batch of these that is meant, where fixed points are compared with batches: see LocalNoise.
+    batch: Int[Array, ""] | None = None
 
 
 # ------------------------------------------------------------------------------------------------------- rows at points
@@ -363,7 +365,9 @@ class Factors:
             (False, False) if rule is None else (x[int(prior)] for x in (rule.points.sampled, rule.points.finer))
         )
         if isinstance(program, LocalLatentProgram):
-            return None if noise is None else program.choose(LocalNoise(noise.pairs, noise.local), sampled, finer)
+            if noise is None:
+                return None
+            return program.choose(LocalNoise(noise.pairs, noise.local, batch=noise.batch), sampled, finer)
         random = None if noise is None else noise.prior_points if prior else noise.points
         return program.choose(random, sampled, self.dtype, trial, finer)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .._compiling import Program
-from ..expectations import LocalLatentProgram, LocalNoise, drawn_of, joint_rules, own_normals
+from ..expectations import LocalLatentProgram, LocalNoise, joint_rules, own_normals
 from ..families import GaussianMoments, conditional_divergence, conditional_moments
 from ..sites import LocalSites, OwnConditionals, damp, marginal_sites, take
 from ._factors import Draws
@@ -88,12 +88,11 @@ def held_programs(problem_of: Any, plan: Any, prepared: Any) -> HeldPrograms:
     """
     family, width = plan.family, plan.partition.local.width
 
-    def look(rows, held, offset, seed, moments, level, probe, draws, flags, raised, clip, rules, looks, pairs, total):
+    def look(rows, held, offset, seed, moments, level, probe, draws, flags, raised, clip, rules, looks, total):
         own = by_looks(problem_of(rows, rules), looks)
         if seed is not None:
-            drawn = own_draws(rows[3], offset, seed, (family.dim, width, pairs), total)
-            sampled, checking, first = flags
-            draws = drawn_of(LocalNoise(draws, drawn, sampled, checking, pairs, first), drawn)
+            drawn = own_draws(rows[3], offset, seed, (family.dim, width, draws.shape[0]), total)
+            draws = LocalNoise(draws, drawn, *flags)
         clip = raised if clip is None else clip
         found = own.sum_groups(own.looking(moments, level, draws, clip, probe), held)
         aim, finite = _wanted(own.solver, held, found.local)
@@ -138,7 +137,7 @@ def held_programs(problem_of: Any, plan: Any, prepared: Any) -> HeldPrograms:
         return GaussianMatched(own, rule).share(jnp.int32(0), q, site, state, key)
 
     return HeldPrograms(
-        Program(look, ("clip", "rules", "looks", "pairs", "total")),
+        Program(look, ("clip", "rules", "looks", "total")),
         Program(visit, ("guarded", "rules", "looks", "total")),
         Program(between),
         Program(apart),

@@ -345,9 +345,15 @@ class LocalProblem(Factors, ProblemDefaults):
             own, good = self.own_latents(local, moments, groups)
             moments = moments._replace(valid=moments.valid & good)
         missed = error > rule.tolerance
-        rule = next_rule(rule, used, spread)
+        rule = self.always_drawn(next_rule(rule, used, spread))
         slots = None if apart is None else apart.slots
         return Evaluation(q, moments, groups, prior, rest, values + rest, size, rule, missed, own, slots)
+
+    def always_drawn(self, rule: Rule) -> Rule:
+        """A rule that says so of groups with latents of their own, where there are no fixed points for them."""
+        if not isinstance(self.program, LocalLatentProgram) or self.program.rules is not None:
+            return rule
+        return rule._replace(points=rule.points._replace(sampled=rule.points.sampled.at[0].set(True)))
 
     def own_latents(self, local: Any, moments: GaussianMoments, groups: Expected) -> tuple[Any, Bool[Array, ""]]:
         """What an evaluation keeps of the groups' own latents, and whether their conditionals are normalisable.
@@ -416,19 +422,43 @@ class LocalProblem(Factors, ProblemDefaults):
         moments = GaussianMoments(loc, sd, jnp.zeros_like(loc[0]), jnp.array(True))
         return NormalFamily(loc.shape[0]).inner_products(moments, GaussianNatural(linear, precision))
 
-    def own_contradicted(self, local: Any, evaluation: Evaluation, noise: Draws) -> Bool[Array, ""]:
-        """Whether fixed points for groups with latents of their own are contradicted: see ``LocalLatentProgram.contradicted``.
+    def compared(
+        self,
+        sites: SiteStack,
+        evaluation: Evaluation,
+        noise: Draws,
+        stale: Bool[Array, ""],
+        ask: Bool[Array, ""],
+        again: Any,
+    ) -> tuple[Evaluation, Bool[Array, ""]]:
+        """An evaluation with groups' own latents at fixed points, and whether these are contradicted.
 
-        ``local``: what groups hold of these latents; ``evaluation``: at the same sites; ``noise``: the round's draws.
+        One place for all passes over the rows, which are most of what is compiled. ``evaluation``: at these sites, or of the right
+        shapes where ``stale``; ``noise``: the round's draws; ``stale``: whether it must be made; ``ask``: whether fixed points are
+        compared with others; ``again``: as of :meth:`evaluate`. See ``LocalLatentProgram.contradicted``.
         """
+        program, rule, local = self.program, evaluation.rule, sites.local
         rows = local.rows if isinstance(local, LocalSites | OwnConditionals) else None
-        program, moments = self.program, evaluation.moments
+        looks, dim = program.looks_apart(noise.pairs.shape[0]), self.family.dim
+        if rows is not None and self.units is not None:
+            # Not what fills up chunks, nor other groups' slots.
+            dim += math.prod(self.units)
 
-        def look(draws: Any) -> Expected:
-            return self.sum_groups(self.looking(moments, evaluation.rule.level, draws), local)
+        def apart(found: Evaluation, evaluation: Evaluation) -> tuple[Array, Array, Array]:
+            return program.apart(found.groups, evaluation.groups, evaluation.moments, rows)
 
-        draws = self.draws_of(program, noise, evaluation.rule)
-        return program.contradicted(moments, evaluation.groups, rows, draws, look)
+        def look(k: Int[Array, ""], carry: tuple) -> tuple:
+            evaluation, table = carry
+            found = self.evaluate(sites, rule, noise._replace(batch=k), again=again)
+            off, made = apart(found, evaluation), k < 0
+            table = jax.tree.map(lambda all_, x: all_.at[jnp.where(made, looks, k)].set(x, mode="drop"), table, off)
+            return select(made, found, evaluation), table
+
+        shapes = jax.eval_shape(lambda: apart(evaluation, evaluation))
+        table = jax.tree.map(lambda s: jnp.zeros((looks, *s.shape), s.dtype), shapes)
+        first, last = jnp.where(stale, -1, 0), jnp.where(ask, looks, 0)
+        evaluation, table = jax.lax.fori_loop(first, last, look, (evaluation, table))
+        return evaluation, ask & program.contradicted(*table, dim)
 
     def empty_sites(self, prior_site: Any) -> SiteStack:
         """Unit sites for all groups, and the given site (or None) for the prior factor."""

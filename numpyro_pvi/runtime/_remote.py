@@ -267,6 +267,17 @@ class RemoteProblem(LocalProblem):
         shared = tuple(jax.tree.leaves((at, before)))
         return self._ask_held({"ask": "apart", "held": False}, (number, number), shared, (one.tickets, other.tickets))
 
+    def compared(
+        self, sites: SiteStack, evaluation: Evaluation, noise: Draws, stale: Any, ask: Any, again: Any
+    ) -> tuple[Evaluation, Bool[Array, ""]]:
+        """See :meth:`LocalProblem.compared`: clients keep nothing of what is looked at to be compared with."""
+        evaluation = jax.lax.cond(
+            stale, lambda: self.evaluate(sites, evaluation.rule, noise, again=again), lambda: evaluation
+        )
+        never = jnp.zeros_like(ask)
+        looking = dataclasses.replace(self, keeps=False)
+        return LocalProblem.compared(looking, sites, evaluation, noise, never, ask, again)
+
     def zero_sites(self, dtype: Any) -> SiteStack:
         """See :class:`numpyro_pvi.schedules.ProblemDefaults`: what clients hold of latents of their own is not here."""
         return ProblemDefaults.zero_sites(self, dtype)
@@ -470,8 +481,9 @@ def _told(draws: Any) -> tuple[dict[str, Any], tuple]:
     """How clients are told of a look's draws: none, those of units, or points with what is wanted at them; and the arrays."""
     if isinstance(draws, LocalNoise):
         kind, seed = seed_of(draws.local)
-        flags = tuple(jnp.asarray(x) for x in (draws.sampled, draws.checking, draws.first))
-        return {"draws": "units", "seed": kind, "pairs": draws.total or len(draws.shared)}, (draws.shared, seed, *flags)
+        batch = jnp.int32(-1) if draws.batch is None else draws.batch.astype(jnp.int32)
+        flags = jnp.asarray(draws.sampled), jnp.asarray(draws.checking), batch
+        return {"draws": "units", "seed": kind}, (draws.shared, seed, *flags)
     if not isinstance(draws, PointSet):
         # Other draws are of no use to what clients are asked.
         return {"draws": ""}, ()

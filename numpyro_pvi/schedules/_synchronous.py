@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -168,6 +169,9 @@ def _still_to_go(
     change at most.
     """
     whole = _squares(problem, old, _Asked(jax.tree.map(lambda x: x[None], old.q), None))[0]
+    if problem.units is not None:
+        # Of a Gaussian's own naturals it is a half for every coordinate.
+        whole = whole + 0.5 * math.prod(problem.units)
     within = 64 * jnp.finfo(gram.dtype).eps * jnp.sqrt(jnp.maximum(whole, 1.0))
     changes = jnp.sqrt(jnp.maximum(jnp.diagonal(gram)[:-1], 0.0))
     there = (jnp.arange(WINDOW - 1) >= WINDOW - filled) & (changes > within)

@@ -58,8 +58,9 @@ def test_rules_are_exact_to_their_degrees(dim, width, looks, product, degrees):
     for rule, wanted in zip((rules.used, rules.check), degrees, strict=True):
         assert rule.eps.shape == (len(rule.weight), dim + width)
         assert degree(rule) >= wanted
-    # Another rule, or nothing would be compared.
-    assert rules.used.eps.shape != rules.check.eps.shape
+    # Another rule along every axis, or nothing would be compared.
+    moments = [np.stack([x.weight @ x.eps**p for p in (4, 6, 8, 10, 12, 14)]) for x in rules[:2]]
+    assert np.all(np.abs(moments[0] - moments[1]).max(axis=0) > 1.0)
 
 
 def test_products_are_for_few_rows():
@@ -143,13 +144,14 @@ def test_a_loop_for_reverse_mode_equals_the_other(tolerance):
 def contradicts(density, full=True, change=lambda found: found, rows=True, masked=False):
     program, q, chunk, noise, expected = look(density, full, masked)
 
-    def by_group(noise):
-        found = expected(noise)
+    def by_group(batch):
+        found = expected(program.choose(noise._replace(batch=jnp.int32(batch)), False, True))
         lead = found if masked else jax.tree.map(lambda x: x[None], dataclasses.replace(found, local=None))
         return dataclasses.replace(lead, local=_Held(found.local))
 
-    held = chunk.rows if rows else None
-    return bool(program.contradicted(q, change(by_group(noise)), held, noise, by_group))
+    held, used = chunk.rows if rows else None, change(by_group(-1))
+    others = [program.apart(by_group(k), used, q, held) for k in range(program.looks_apart(noise.shared.shape[0]))]
+    return bool(program.contradicted(*map(jnp.stack, zip(*others, strict=True)), 1 + ROWS * rows))
 
 
 @jax.tree_util.register_dataclass
@@ -166,6 +168,19 @@ def waving(weight, theta, z):
 def steep(weight, theta, z):
     """So steep that the error of draws says nothing."""
     return growing(weight, theta, z) - jnp.sum(jnp.exp(6.0 * z[:, 0]))
+
+
+@FULL
+@pytest.mark.parametrize("masked", [False, True], ids=["rows", "masks"])
+def test_batches_are_shares_of_all_draws(full, masked, tolerance):
+    """Their mean is that of all draws, in everything but what is divided by."""
+    program, _, _, noise, expected = look(growing, full, masked, drawn=True)
+    whole = expected(noise)
+    batches = [expected(program.choose(noise._replace(batch=jnp.int32(k)), True, True)) for k in range(8)]
+    mean = jax.tree.map(lambda *x: sum(x) / 8, *batches)
+    np.testing.assert_allclose(mean.value, whole.value, rtol=1e3 * tolerance)
+    np.testing.assert_allclose(mean.target.precision, whole.target.precision, rtol=1e3 * tolerance)
+    assert np.std([np.sum(b.value) for b in batches]) > 1e-3
 
 
 @FULL
