@@ -233,12 +233,12 @@ def _signed(eps: np.ndarray, weight: np.ndarray) -> FixedRule:
     return FixedRule(points[kept], weights[kept])
 
 
-def _star(dim: int, square: float) -> FixedRule:
+def _star(dim: int, square: int) -> FixedRule:
     """Points along the axes at one distance, with its square: exact to degree three."""
     return _signed(np.sqrt(square) * np.eye(dim), np.full(dim, 1 / square))
 
 
-def _fifth(dim: int, square: float) -> FixedRule:
+def _fifth(dim: int, square: int) -> FixedRule:
     """Points on axes and diagonals of pairs of them: exact to degree five for squares of 3 and D + 2.
 
     ``dim``: D, at least 2; ``square``: of the distance of points on axes. Those on diagonals have the coordinates that
