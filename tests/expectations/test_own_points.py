@@ -12,6 +12,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
+from numpyro.optim import Adam
 from scipy.optimize import minimize
 
 from numpyro_pvi import PVI, Partition
@@ -276,9 +277,11 @@ def test_a_hierarchy_of_groups_with_latents_of_their_own_ends_at_the_best_normal
 def test_the_law_sees_fits_by_draws(best, monkeypatch):
     monkeypatch.setattr(_programs, "own_rules", lambda part, solver: None)
     jax.clear_caches()
-    _, result = fit(True)
+    pvi, result = fit(True)
     jax.clear_caches()
     assert not result.converged and abs(float(result.losses[-1]) - best[True]) > 2e-3
+    # What is never by fixed points says so.
+    assert "monte_carlo" in str(pvi.info(result.state)) and "by draws" in result.message
 
 
 def waves(y):
@@ -295,3 +298,23 @@ def test_draws_take_over_where_fixed_points_are_contradicted():
     assert bool(result.state.rule.points.sampled[0])
     assert "monte_carlo" in str(pvi.info(result.state))
     assert float(pvi.log_evidence(result.state, y, with_error=True)[1]) > 0.0
+
+
+def counts(y):
+    mean, common = numpyro.param("mean", 0.0), numpyro.sample("common", dist.Normal(0.0, 0.5))
+    with numpyro.plate("rows", len(y)):
+        z = numpyro.sample("z", dist.Normal(mean + common, 0.5))
+        numpyro.sample("y", dist.Poisson(jnp.exp(z)), obs=y)
+
+
+def test_fixed_points_come_back_beside_params():
+    """Where params move every evaluation is made afresh, and what draws had taken over was theirs for ever."""
+    y = jnp.asarray([3.0, 1.0, 4.0, 2.0])
+    pvi = PVI(Partition(counts, "rows", [0, 0, 1, 1]), AutoMultivariateNormal(counts), Adam(0.01))
+    state = pvi.run(jax.random.key(0), 4, y, progress_bar=False).state
+    assert not bool(state.rule.points.sampled[0])
+    points = state.rule.points
+    points = points._replace(sampled=points.sampled.at[0].set(True), anchor=points.anchor.at[0].set(0.0))
+    drawn = dataclasses.replace(state, rule=state.rule._replace(points=points))
+    after = pvi.run(jax.random.key(0), 12, y, init_state=drawn, progress_bar=False).state
+    assert not bool(after.rule.points.sampled[0])
