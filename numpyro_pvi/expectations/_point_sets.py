@@ -162,14 +162,15 @@ def random_points(key: Any, dim: int, num_pairs: int, dtype: Any) -> PointSet:
 # ------------------------------------------------------------------------------------------- shared and own latents
 # Fixed points for factors whose rows have latents of their own: a rule in the shared latents times one in those of a row.
 
-# Nodes an axis of a row's own latents, by their number, which do not become narrow as rows become many; beyond, sigma points.
-_OWN_NODES = {1: 7, 2: 5, 3: 3}
+# Nodes an axis of a row's own latents, by their number, which do not become narrow as rows become many, and those that they are
+# held to; beyond, sigma points.
+_OWN_NODES, _OWN_CHECK = {1: 5, 2: 3, 3: 3}, {1: 6, 2: 4, 3: 4}
 # Nodes an axis of the shared latents at most, by their number, and for more; and at least.
-_MOST_SHARED, _SHARED_OF_MORE, _LEAST_SHARED = {1: 11, 2: 9, 3: 6, 4: 5}, 4, {1: 9, 2: 4, 3: 4}
+_MOST_SHARED, _SHARED_OF_MORE, _LEAST_SHARED = {1: 9, 2: 6, 3: 5, 4: 4}, 4, {1: 9, 2: 4, 3: 4}
 # Rows times points times latents, each of which is a tangent, that an evaluation by such points may cost.
-_MOST_TANGENTS = 3 << 20
-# Points that are few enough whatever the rows: some four times as many as draws, which are looked at twice a round.
-_AS_DRAWS = 160
+_MOST_TANGENTS = 1 << 20
+# Points that are few enough whatever the rows: two and a half times as many as draws, which are looked at twice a round.
+_AS_DRAWS = 100
 
 
 class FixedRule(NamedTuple):
@@ -196,13 +197,18 @@ def joint_rules(dim: int, width: int, num_rows: int) -> JointRules | None:
     know well: of degree five from four latents on (Stroud, Approximate Calculation of Multiple Integrals, E_n^r^2 5-2), or sigma
     points; None where not even these are few enough. Each is held to a rule of the same kind with fewer or other nodes.
     """
-    own, own_check = _own(width, 0), _own(width, 1)
+    own, own_check = _own(width, False), _own(width, True)
     each = max(num_rows, 1) * (dim + width) * len(own.weight)
     most = _MOST_SHARED.get(dim, _SHARED_OF_MORE)
     nodes = [n for n in range(most, _LEAST_SHARED.get(dim, 3) - 1, -1) if n**dim * each <= _MOST_TANGENTS]
     if nodes:
-        shared, check = product_rule_of(dim, nodes[0]), product_rule_of(dim, nodes[0] - 1)
-        return JointRules(_times(shared, own), _times(check, own_check), True)
+        # Two nodes are no measure of three, which are of degree five.
+        check = (
+            _fifth(dim, dim + 2)
+            if nodes[0] == 3 and dim > 4
+            else product_rule_of(dim, nodes[0] - 1 if nodes[0] > 3 else 4)
+        )
+        return JointRules(_times(product_rule_of(dim, nodes[0]), own), _times(check, own_check), True)
     if dim >= 4 and (2 * dim**2 + 1) * each <= _MOST_TANGENTS:
         # In four dimensions points on axes have no weight, and both are one, whose coordinates are those of three nodes.
         check = _fifth(dim, dim + 2) if dim > 4 else product_rule_of(dim, 4)
@@ -219,10 +225,10 @@ def product_rule_of(dim: int, nodes: int) -> FixedRule:
     return _signed(*product_arrays(dim, nodes))
 
 
-def _own(width: int, less: int) -> FixedRule:
+def _own(width: int, check: bool) -> FixedRule:
     if width in _OWN_NODES:
-        return product_rule_of(width, _OWN_NODES[width] - less)
-    return _star(width, width + 2) if less else _signed(*sigma_arrays(width))
+        return product_rule_of(width, (_OWN_CHECK if check else _OWN_NODES)[width])
+    return _star(width, width + 2) if check else _signed(*sigma_arrays(width))
 
 
 def _signed(eps: np.ndarray, weight: np.ndarray) -> FixedRule:

@@ -156,6 +156,8 @@ COMPARED_MOVE = 0.5
 # Drop of q's mean log sd, or number of rounds, after which sigma points that failed are tried again; how many times as long a
 # failed retry waits for the next.
 RETRY_DROP, RETRY_ROUNDS, _LONGER = 0.2, 8, 4
+# Rounds that lie at least between two comparisons where groups have latents of their own, each of which is some looks at all rows.
+_APART_ROUNDS = 4
 # Refused rounds running, with more posterior sds left than is put up with, after which sigma points are given up.
 BARRED_ROUNDS = 2
 
@@ -191,7 +193,8 @@ def settle(
     any_sampled = jnp.any(old.sampled)
     # Noise moves q for ever: where draws are in use, rounds count and not moves. Looking again is no round.
     least = COMPARED_MOVE / RETRY_ROUNDS
-    further = old.moved + jnp.where(any_sampled, least, jnp.maximum(moved, least))
+    most = COMPARED_MOVE / _APART_ROUNDS if isinstance(problem.program, LocalLatentProgram) else jnp.inf
+    further = old.moved + jnp.where(any_sampled, least, jnp.clip(moved, least, most))
     travelled = jnp.where(again, old.moved, further)
     due = travelled >= COMPARED_MOVE
     # Before the first evaluation there is no spread to go by.

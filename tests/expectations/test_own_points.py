@@ -46,7 +46,7 @@ def degree(rule, most=6):
         (1, 1, 30, True, (5, 5)),
         (2, 1, 8, True, (5, 5)),
         (3, 1, 100, True, (5, 5)),
-        (4, 1, 2_000, False, (5, 5)),
+        (4, 1, 1_000, False, (5, 5)),
         (5, 2, 150, False, (5, 5)),
         (2, 1, 100_000, False, (5, 5)),
         (5, 1, 100_000, False, (3, 3)),
@@ -60,7 +60,7 @@ def test_rules_are_exact_to_their_degrees(dim, width, looks, product, degrees):
         assert rule.eps.shape == (len(rule.weight), dim + width)
         assert degree(rule) >= wanted
     # Another rule along every axis, or nothing would be compared.
-    moments = [np.stack([x.weight @ x.eps**p for p in (4, 6, 8, 10, 12, 14)]) for x in rules[:2]]
+    moments = [np.stack([x.weight @ x.eps**p for p in range(4, 20, 2)]) for x in rules[:2]]
     assert np.all(np.abs(moments[0] - moments[1]).max(axis=0) > 1.0)
 
 
@@ -71,10 +71,10 @@ def test_products_are_for_few_rows():
         if rules is None:
             assert looks == 3_000 and width == 2
             continue
-        assert not rules.product or len(rules.used.weight) * looks * (dim + width) <= 3 << 20
-    assert [joint_rules(2, 1, n).product for n in (8, 6_000, 12_000)] == [True, True, False]
-    # No more points than some four times those of draws, whatever the rows, and more where these are few.
-    assert [joint_rules(dim, 1, 10**6) is None for dim in (11, 12)] == [False, True]
+        assert not rules.product or len(rules.used.weight) * looks * (dim + width) <= 1 << 20
+    assert [joint_rules(2, 1, n).product for n in (8, 4_000, 5_000)] == [True, True, False]
+    # No more points than some times those of draws, whatever the rows, and more where these are few.
+    assert [joint_rules(dim, 1, 10**6) is None for dim in (10, 11)] == [False, True]
     assert joint_rules(12, 1, 100) is not None
 
 
@@ -95,7 +95,7 @@ def look(density, full, masked=False, drawn=False):
     chunk = LocalChunk(None, jnp.arange(ROWS), jnp.ones((ROWS,), bool), ConditionalNatural(*map(jnp.asarray, kept)))
     rules = joint_rules(1, 1, ROWS)
     program = LocalLatentProgram(density, family, rules=rules)
-    noise = own_normals(jax.random.key(3), 1, 1, 16, ROWS, jnp.result_type(float))._replace(sampled=jnp.array(drawn))
+    noise = own_normals(jax.random.key(3), 1, 1, 18, ROWS, jnp.result_type(float))._replace(sampled=jnp.array(drawn))
     if not masked:
         return program, q, chunk, noise, lambda noise: program.expected(chunk, q, None, None, noise, False)
     owner = np.arange(ROWS) % 2
@@ -177,8 +177,8 @@ def test_batches_are_shares_of_all_draws(full, masked, tolerance):
     """Their mean is that of all draws, in everything but what is divided by."""
     program, _, _, noise, expected = look(growing, full, masked, drawn=True)
     whole = expected(noise)
-    batches = [expected(program.choose(noise._replace(batch=jnp.int32(k)), True, True)) for k in range(8)]
-    mean = jax.tree.map(lambda *x: sum(x) / 8, *batches)
+    batches = [expected(program.choose(noise._replace(batch=jnp.int32(k)), True, True)) for k in range(6)]
+    mean = jax.tree.map(lambda *x: sum(x) / 6, *batches)
     np.testing.assert_allclose(mean.value, whole.value, rtol=1e3 * tolerance)
     np.testing.assert_allclose(mean.target.precision, whole.target.precision, rtol=1e3 * tolerance)
     assert np.std([np.sum(b.value) for b in batches]) > 1e-3
