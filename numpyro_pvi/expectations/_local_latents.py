@@ -85,7 +85,7 @@ def _weigh(weight: Float[Array, "P"], x: Float[Array, "P ..."]) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Points:
-    """The points of one evaluation in blocks as large as the draws: these in one, or fixed ones in as many as they need.
+    """The points of one evaluation in blocks about as large as the draws: these in one, or fixed ones in as many as they need.
 
     ``shared``, ``local``: draws with both signs, leading axis P; ``count``: of the round's, the others correct values; ``noise``:
     which points are in use; ``rules``: the fixed ones, or None where there are none; ``unrolled``: whether the loop over blocks is
@@ -134,12 +134,18 @@ class _Points:
 
         if self.rules is None:
             return block(self.shared, self.local, own, apart)
-        eps, weight, count = self._fixed(self.rules)
+        # Where fixed points are a few more than draws these are filled up, and not those to twice as many.
+        blocks = max(1, round(len(self.rules.used.weight) / size))
+        most = max(size, -(-len(self.rules.used.weight) // blocks))
+        drawn = tuple(
+            jnp.pad(x, [(0, most - size)] + [(0, 0)] * (x.ndim - 1)) for x in (self.shared, self.local, own, apart)
+        )
+        eps, weight, count = self._fixed(self.rules, most)
         dim, sampled = self.shared.shape[1], jnp.asarray(self.noise.sampled)
 
         def at(i: Any) -> tuple[Any, Any]:
-            local = jnp.broadcast_to(eps[i][:, None, dim:], self.local.shape)
-            both = (self.shared, self.local, own, apart), (eps[i][:, :dim], local, weight[i], weight[i])
+            local = jnp.broadcast_to(eps[i][:, None, dim:], drawn[1].shape)
+            both = drawn, (eps[i][:, :dim], local, weight[i], weight[i])
             return block(*jax.tree.map(partial(jnp.where, sampled), *both))
 
         if self.unrolled:
@@ -154,9 +160,9 @@ class _Points:
         count = jnp.where(sampled, 1, count)
         return jax.lax.fori_loop(0, count, lambda i, total: jax.tree.map(jnp.add, total, at(i)), zero)
 
-    def _fixed(self, rules: JointRules) -> tuple[Array, Array, Array]:
-        """Points and weights of the fixed rule that is meant, in blocks, and how many of these it has."""
-        size, dtype, checking = *self.shared.shape[:1], self.shared.dtype, self.noise.checking
+    def _fixed(self, rules: JointRules, size: int) -> tuple[Array, Array, Array]:
+        """Points and weights of the fixed rule that is meant, in blocks of a size, and how many of these it has."""
+        dtype, checking = self.shared.dtype, self.noise.checking
         if checking is False:
             eps, weight = _blocks(rules.used, size, 1)
             return jnp.asarray(eps, dtype), jnp.asarray(weight, dtype), jnp.asarray(len(eps))
