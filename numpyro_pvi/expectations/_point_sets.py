@@ -194,8 +194,8 @@ def joint_rules(dim: int, width: int, num_rows: int) -> JointRules | None:
 
     ``dim``: D, shared latents; ``width``: K, latents of a row; ``num_rows``: N. Returns a product of Gauss-Hermite rules where both
     and the rows are few enough; else nodes in the latents of a row times a fully symmetric rule in the shared ones, which many rows
-    know well: of degree five from four latents on (Stroud, Approximate Calculation of Multiple Integrals, E_n^r^2 5-2), or sigma
-    points; None where not even these are few enough. Each is held to a rule of the same kind with fewer or other nodes.
+    know well: of degree five from four latents on, or sigma points; None where not even these are few enough. More than three own
+    latents are at sigma points, and then nothing is called a product. Each is held to a rule of its kind with fewer or other nodes.
     """
     own, own_check = _own(width, False), _own(width, True)
     each = max(num_rows, 1) * (dim + width) * len(own.weight)
@@ -208,7 +208,8 @@ def joint_rules(dim: int, width: int, num_rows: int) -> JointRules | None:
             if nodes[0] == 3 and dim > 4
             else product_rule_of(dim, nodes[0] - 1 if nodes[0] > 3 else 4)
         )
-        return JointRules(_times(product_rule_of(dim, nodes[0]), own), _times(check, own_check), True)
+        # Sigma points of many own latents are no product, and leave out what no node has seen.
+        return JointRules(_times(product_rule_of(dim, nodes[0]), own), _times(check, own_check), width in _OWN_NODES)
     if dim >= 4 and (2 * dim**2 + 1) * each <= _MOST_TANGENTS:
         # In four dimensions points on axes have no weight, and both are one, whose coordinates are those of three nodes.
         check = _fifth(dim, dim + 2) if dim > 4 else product_rule_of(dim, 4)
@@ -245,10 +246,11 @@ def _star(dim: int, square: int) -> FixedRule:
 
 
 def _fifth(dim: int, square: int) -> FixedRule:
-    """Points on axes and diagonals of pairs of them: exact to degree five for squares of 3 and D + 2.
+    """The centre and points on axes and on diagonals of pairs of them: exact to degree five for squares of 3 and D + 2.
 
-    ``dim``: D, at least 2; ``square``: of the distance of points on axes. Those on diagonals have the coordinates that
-    degree four asks for: of ``x^4``, ``3 = 2 a s^2 + 4 (D - 1) b t^2``, of ``x^2 y^2``, ``1 = 4 b t^2``.
+    ``dim``: D, at least 2; ``square``: s, of the distance of points on axes, whose weight is a; those on diagonals have squared
+    coordinates t and weight b. Of the moments, ``x^4`` asks for ``3 = 2 a s^2 + 4 (D - 1) b t^2``, ``x^2 y^2`` for
+    ``1 = 4 b t^2`` and ``x^2`` for ``1 = 2 a s + 4 (D - 1) b t``, which t = 3 and t = s / 2 meet for these.
     """
     plane = 3.0 if square == 3 else square / 2
     pairs = [np.eye(dim)[i] + sign * np.eye(dim)[j] for i in range(dim) for j in range(i) for sign in (1, -1)]
