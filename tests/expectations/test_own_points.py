@@ -161,7 +161,7 @@ class _Held:
 
 
 def waving(weight, theta, z):
-    """Faster than seven nodes see, though not than draws do."""
+    """Faster than five nodes see, and six see something else; two pairs a batch scatter too much to tell."""
     return 3.0 * growing(weight, theta, z) + 4.0 * jnp.sum(jnp.cos(11.0 * z[:, 0]))
 
 
@@ -193,6 +193,25 @@ def test_what_is_right_is_not_contradicted(full, masked):
 @pytest.mark.parametrize("density", [waving, steep])
 def test_what_is_wrong_is_contradicted(density, full):
     assert contradicts(density, full)
+
+
+@pytest.mark.parametrize("part", ["value", "gradient", "curvature"])
+@pytest.mark.parametrize("who", ["draws", "rule"])
+def test_draws_contradict_and_so_does_the_other_rule(part, who):
+    """Each alone, beyond the scatter of batches; a rule that is no number does not agree, and draws that are none say nothing."""
+    program = look(growing, True)[0]
+    batches = program.looks_apart(18)
+
+    def decided(first, last):
+        off = np.append(np.broadcast_to(first, batches - 1), last)
+        none = np.zeros(batches)
+        value, slope, bend = (off if part == name else none for name in ("value", "gradient", "curvature"))
+        return bool(program.contradicted(*map(jnp.asarray, (value, slope[:, None], bend)), 1))
+
+    scatter = 5.0 * (-1.0) ** np.arange(batches - 1)
+    assert decided(*((1.0, 0.0) if who == "draws" else (0.0, 1.0)))
+    assert not decided(scatter, 0.0) and not decided(0.01, 0.01)
+    assert decided(0.0, np.nan) and not decided(np.nan, 0.0)
 
 
 def _shifted(value=0.0, slope=0.0, own=0.0, bend=0.0):
