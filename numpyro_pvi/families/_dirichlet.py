@@ -120,8 +120,10 @@ def _divergence(a, other):
     total, other_total = jnp.sum(a, axis=-1, keepdims=True), jnp.sum(other, axis=-1, keepdims=True)
     whole = jnp.sum(other - a, axis=-1, keepdims=True) / total
     each = (other - a) / a
-    ratio = other / a / (other_total / total)
-    leading = (other_total / total) * a * relative_entropy((each - whole) * (total / other_total), ratio)
+    share = other_total / total
+    ratio = other / a / share
+    # Where the other is much wider both are near -1, and their difference, which share divides, is rounding.
+    leading = share * a * relative_entropy(jnp.where(share > 0.5, (each - whole) / share, ratio - 1), ratio)
     rest = jnp.sum(lgamma_bregman_rest(other, a), axis=-1) - lgamma_bregman_rest(other_total, total)[..., 0]
     return jnp.sum(leading, axis=-1) + rest
 

@@ -265,8 +265,11 @@ def _divergence(a, b, other_a, other_b):
     """KL between gammas in nats, as the sum of what the leading terms make together and the rest."""
     d, e = (other_a - a) / a, (other_b - b) / b
     # (1 + f) = (1 + d)/(1 + e): the ratio of the two means; 1 + e itself would round to zero for rates far apart.
-    f, ratio = (d - e) / (other_b / b), (other_a / a) / (other_b / b)
-    return a * (other_b / b) * relative_entropy(f, ratio) + lgamma_bregman_rest(other_a, a)
+    share = other_b / b
+    ratio = (other_a / a) / share
+    # Where the other is much wider both are near -1, and their difference, which share divides, is rounding.
+    f = jnp.where(share > 0.5, (d - e) / share, ratio - 1)
+    return a * share * relative_entropy(f, ratio) + lgamma_bregman_rest(other_a, a)
 
 
 def _product(a, b, d_a, d_b):

@@ -138,16 +138,15 @@ def lgamma_bregman_rest(p: Float[Array, "..."], q: Float[Array, "..."]) -> Float
     """
     delta, ratio = (p - q) / q, p / q
     excess = log_ratio_excess(delta, ratio)
-    # Both large: from r and phi.
-    up_p, up_q = jnp.maximum(p, _SHIFT), jnp.maximum(q, _SHIFT)
-    large = _large_rest(up_p, up_q)
+    # q large, whatever p is: from r and phi. What else would be large in all of it falls out.
+    large = _large_rest(p, jnp.where(q >= _SHIFT, q, _SHIFT))
     # Otherwise: lgamma(a) = lgamma(a + 8) - sum_k log(a + k), and every term is a positive divergence by itself.
     high_p, high_q = p + _SHIFT, q + _SHIFT
     shifted = _large_rest(high_p, high_q) + high_q * relative_entropy((p - q) / high_q, high_p / high_q)
     rungs = _ladder(q)
     shifted = shifted - jnp.sum(log_ratio_excess((p - q)[..., None] / rungs, _ladder(p) / rungs), axis=-1)
     small = shifted - q * (excess + delta * jnp.log(jnp.where(jnp.abs(delta) < 0.3, 1 + delta, ratio)))
-    return jnp.where((p >= _SHIFT) & (q >= _SHIFT), large, small)
+    return jnp.where(q >= _SHIFT, large, small)
 
 
 def _large_rest(p, q):

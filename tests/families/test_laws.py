@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpyro.distributions.kl import kl_divergence
+from scipy import special
 
-from numpyro_pvi.families import FamilyDefaults
+from numpyro_pvi.families import BetaFamily, BetaNatural, FamilyDefaults, GammaFamily, GammaNatural
 from tests.families.cases import BATCH, CASES, draws, log_prob
 
 KEY = jax.random.key(0)
@@ -271,6 +272,41 @@ def test_extremes(case, x64):
         return  # matrices of a concentration just above D - 1 are singular to rounding: their log determinant is not finite
     sampled = family.sample(natural, jax.random.key(3), (7,))
     assert all(np.all(np.isfinite(x)) for x in leaves(family.sufficient_statistics(sampled)))
+
+
+def of_betas(q, p):
+    """KL between betas by SciPy's special functions, in double precision."""
+    gap = (p - q) @ special.digamma(q) - (p - q).sum() * special.digamma(q.sum())
+    ends = special.gammaln(q.sum()) - special.gammaln(q).sum() - special.gammaln(p.sum()) + special.gammaln(p).sum()
+    return ends - gap
+
+
+def of_gammas(q, p):
+    (a, b), (c, d) = q, p
+    ends = special.gammaln(c) - special.gammaln(a) + c * np.log(b / d) + a * (d - b) / b
+    return (a - c) * special.digamma(a) + ends
+
+
+@pytest.mark.parametrize(
+    "family, natural, divergence",
+    [(GammaFamily(), lambda x: GammaNatural(x[0] - 1, x[1]), of_gammas)]
+    + [(BetaFamily(), lambda x: BetaNatural(x[0] - 1, x[1] - 1), of_betas)],
+    ids=["gamma", "beta"],
+)
+def test_divergences_of_far_members_are_right_to_rounding(family, natural, divergence, x64):
+    """Concentrations from .1 to 3e4, each of q beside each of p, a prior's say: what rounds' ELBOs are tested by."""
+    sizes = np.array([0.1, 1.0, 4.0, 7.9, 8.1, 60.0, 900.0, 3e4])
+    pairs = np.stack(np.meshgrid(sizes, 1.7 * sizes, sizes, 0.3 * sizes, indexing="ij"), -1).reshape(-1, 2, 2)
+    # What one less than a concentration is in the precision at hand.
+    dtype = np.result_type(jnp.zeros(()).dtype)
+    numbers = jnp.asarray(pairs, dtype)
+    found = jax.jit(jax.vmap(lambda x: family.kl(natural(x[0]), natural(x[1]))))(numbers)
+    held = np.stack([[jax.tree.leaves(natural(x)) for x in pair] for pair in np.asarray(numbers)]).astype(float)
+    held[..., 0] += 1
+    held[..., 1] += family == BetaFamily()
+    wanted = np.array([divergence(*pair) for pair in held])
+    gap = np.abs(np.asarray(found, float) - wanted) / (1 + np.abs(wanted))
+    assert np.max(gap) < (1e-9 if x64 else 1e-4)
 
 
 def test_every_public_family_has_a_case():
