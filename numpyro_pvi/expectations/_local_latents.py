@@ -46,7 +46,7 @@ class LocalNoise(NamedTuple):
 # curvature does (graded responses, Gamma-Poisson, measurement error).
 _PAIRS_A_CORRECTION, _MOST_CORRECTIONS = 4, 4
 # Batches of a round's draws, each with its own expectations, that fixed points are compared with.
-_BATCHES = 6
+_BATCHES = 3
 # Of the shared latents' part in corrections, which is the same in every round; and what makes the key of the others. A small number
 # would give one of the keys that the round's own draws are of: splitting a key folds numbers from 0 in.
 _CORRECTION_SEED = 0xC0FFEE

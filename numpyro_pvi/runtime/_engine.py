@@ -156,8 +156,6 @@ COMPARED_MOVE = 0.5
 # Drop of q's mean log sd, or number of rounds, after which sigma points that failed are tried again; how many times as long a
 # failed retry waits for the next.
 RETRY_DROP, RETRY_ROUNDS, _LONGER = 0.2, 8, 4
-# Rounds that lie at least between two comparisons where groups have latents of their own, each of which is some looks at all rows.
-_APART_ROUNDS = 4
 # Refused rounds running, with more posterior sds left than is put up with, after which sigma points are given up.
 BARRED_ROUNDS = 2
 
@@ -191,10 +189,11 @@ def settle(
         return problem.evaluate(sites, evaluation.rule, noise, again=again) if stale else evaluation
     spread = -0.5 * cast(Any, evaluation.moments).log_det_precision / problem.family.dim
     any_sampled = jnp.any(old.sampled)
-    # Noise moves q for ever: where draws are in use, rounds count and not moves. Looking again is no round.
+    # Noise moves q for ever: where draws are in use, rounds count and not moves; and where groups have latents of their own, a
+    # comparison being some looks at all rows. Looking again is no round.
     least = COMPARED_MOVE / RETRY_ROUNDS
-    most = COMPARED_MOVE / _APART_ROUNDS if isinstance(problem.program, LocalLatentProgram) else jnp.inf
-    further = old.moved + jnp.where(any_sampled, least, jnp.clip(moved, least, most))
+    by_rounds = any_sampled | isinstance(problem.program, LocalLatentProgram)
+    further = old.moved + jnp.where(by_rounds, least, jnp.maximum(moved, least))
     travelled = jnp.where(again, old.moved, further)
     due = travelled >= COMPARED_MOVE
     # Before the first evaluation there is no spread to go by.
