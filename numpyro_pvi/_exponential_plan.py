@@ -266,7 +266,7 @@ def plan_product(
     plan = dataclasses.replace(plan, exact=exact)
     prior = ProductNatural({n: held[n] if n in held else _zeros(x) for n, x in components.start.parts.items()})
 
-    structure = partial(_structure, plan, components, key, expectation, (away or {}, call.params))
+    structure = partial(_structure, plan, call, components, key, expectation, (away or {}, call.params))
 
     def likelihood_terms(values: dict, params: dict) -> dict:
         here = dataclasses.replace(call, params=params)
@@ -275,7 +275,7 @@ def plan_product(
 
     likelihood = planned.structure
     if likelihood is None:
-        likelihood = structure(likelihood_terms, "groups' likelihood", partial(_sites, plan, call, True))
+        likelihood = structure(likelihood_terms, "groups' likelihood", True)
     prior_factor, base_site = None, None
     if any(n not in held and n not in plan.row_axes for n, _ in family.components) or part.outside:
 
@@ -284,7 +284,7 @@ def plan_product(
             here = dataclasses.replace(call, params=params)
             return base | here.prior_terms(plan.latent_values(values), part.rows, plan.exact_latents, _in_parts(family))
 
-        prior_factor = structure(prior_terms, "prior factor", partial(_sites, plan, call, False))
+        prior_factor = structure(prior_terms, "prior factor", False)
         zero = {*held, *plan.row_axes}
         base_site = ProductNatural({n: _zeros(x) if n in zero else x for n, x in components.start.parts.items()})
     partition = dataclasses.replace(
@@ -326,19 +326,20 @@ def _sites(plan: ProductPlan, call: ValueCall, groups: bool, values: dict, param
 
 def _structure(
     plan: ProductPlan,
+    call: ValueCall,
     components: Components,
     key: Any,
     expectation: str,
     params: tuple[dict, dict],
     terms: Callable,
     where: str,
-    sites: Callable,
+    groups: bool,
 ) -> FactorStructure:
     """Of one factor, with its terms by name: in the other latents at every value of those with finitely many.
 
-    ``sites`` are those of the model that the factor has, given values of all latents and params.
+    ``groups``: whether it is that of the groups, and not of the prior.
     """
-    family = components.family
+    family, sites = components.family, partial(_sites, plan, call, groups)
     continuous = ProductFamily([(n, f) for n, f in family.components if support_of(f) is None])
     start = ProductNatural({n: components.start.parts[n] for n, _ in continuous.components})
     places, at = None, params[1]
@@ -368,7 +369,8 @@ def _structure(
             SeenFactor(sites, plan.vector_layout(names), plan.partition.rows, others, at or {}, points)
         )
 
-    found = find_structure(continuous, start, chosen, key, expectation, where, plan.row_axes, at, predictors)
+    size = plan.terms_together if groups else 1
+    found = find_structure(continuous, start, chosen, key, expectation, where, plan.row_axes, at, predictors, size)
     return sums_of(family, _probed(continuous, start, key), here, found, where)
 
 

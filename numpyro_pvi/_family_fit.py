@@ -41,7 +41,7 @@ from ._state_marginals import natural_of
 from ._user_inputs import Opening, float_dtype, refuse_elsewhere, watched
 from ._verified import Contradiction, cannot_go_on, remark
 from .errors import ImproperError, PVIError, StateError
-from .expectations import FactorStructure, with_draws
+from .expectations import FactorStructure, with_draws, with_rule
 from .factors import (
     Arrival,
     Planned,
@@ -57,6 +57,7 @@ from .families import ProductFamily, ProductNatural, repeated
 from .guides import NOT_SET_UP
 from .handlers import GroupTable
 from .runtime import (
+    RULE,
     SLOPES,
     ProductEngine,
     ProductPlan,
@@ -304,7 +305,7 @@ class FamilyFit:
             has, wants = ("tilted moments", "expectations")[:: 1 if plan.tilted else -1]
             raise PVIError(f"its factors were planned for {has}, and {type(solver).__name__} takes {wants}.")
         factors = [f for f in (plan.likelihood, plan.prior_factor) if f is not None]
-        if solver.closed_form and not all(f.exact and not (f.by_nodes or f.by_predictors) for f in factors):
+        if solver.closed_form and not all(f.closed for f in factors):
             raise PVIError(
                 f"{type(solver).__name__} needs factors in closed form, and some of the state's are by quadrature or draws."
             )
@@ -560,6 +561,10 @@ def _remark(state: PVIState, found: Contradiction) -> str:
         whose, name = "the prior factor" if label is None else "its likelihood", name.removeprefix(SLOPES)
         claimed = f"{whose} was taken to change along {name!r} as its slopes say"
         return remark(state, found, claimed, f"it jumps, and {name!r} is drawn and taken by values", label)
+    if name == RULE:
+        own = plan.likelihood if factor == "likelihood" else plan.prior_factor
+        whose, names = "the prior factor" if label is None else "its likelihood", ", ".join(map(repr, own.by_rule))
+        return remark(state, found, f"{whose} was taken by {own.rule} in {names}", f"{names} are drawn", label)
     if factor == "prior":
         return remark(state, found, f"the prior of {name!r} was held exactly", "it is a factor of its own")
     structure = plan.likelihood if factor == "likelihood" else plan.prior_factor
@@ -582,7 +587,10 @@ def _drawn(pvi: Any, state: PVIState, names: dict[str, list[str]], notes: tuple[
     def drawn(structure: FactorStructure, claimed: list[str], where: str) -> FactorStructure:
         jumping = [name.removeprefix(SLOPES) for name in claimed if name.startswith(SLOPES)]
         every = [name.removeprefix(SLOPES) for name in claimed]
-        return with_draws(structure, plan.family, every, expectation, where, jumping)
+        found = with_draws(structure, plan.family, every, expectation, where, jumping)
+        # What a fixed rule was in it is in still, with what is at points beside, unless it is the rule that did not serve.
+        kept = structure.by_rule and RULE not in claimed
+        return with_rule(found, plan.family, expectation, plan.terms_together) if kept else found
 
     likelihood, prior_factor = plan.likelihood, plan.prior_factor
     if names["likelihood"]:

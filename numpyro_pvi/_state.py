@@ -160,6 +160,11 @@ class Plan:
         return True
 
     @property
+    def early_checks(self) -> tuple[int, ...]:
+        """Rounds after which claims are verified besides: the first where factors may jump, of which slopes say nothing."""
+        return (1,) if self.by_slopes else ()
+
+    @property
     def by_slopes(self) -> bool:
         """Whether any factor that may jump is taken to change as its slopes say."""
         return any(may_jump(self.partition, factor) for factor in ("likelihood", "prior factor"))

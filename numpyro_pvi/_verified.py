@@ -387,16 +387,17 @@ def verified(pvi: Any, state: PVIState, dynamic: list, static: tuple) -> PVIStat
 class Verifier:
     """Verifies a run between its compiled blocks: after 32 rounds, at every doubling of them, and before it ends.
 
-    ``early``: whether it does after the first one, too, as where factors may jump, of which slopes say nothing.
+    ``early``: rounds after which it does besides: see :attr:`numpyro_pvi._state.Plan.early_checks`.
     """
 
-    def __init__(self, pvi: Any, dynamic: list, static: tuple, early: bool = False):
+    def __init__(self, pvi: Any, dynamic: list, static: tuple, early: tuple[int, ...] = ()):
         self.pvi, self.arguments, self.early = pvi, (dynamic, static), early
 
     def room(self, done: int) -> int:
         """Rounds up to the next verification: it follows from their number alone, whoever cuts them into blocks."""
-        if not done and self.early:
-            return 1
+        early = [rounds for rounds in self.early if rounds > done]
+        if early:
+            return min(early) - done
         due = _FIRST_ROUNDS
         while due <= done:
             due *= 2
@@ -421,7 +422,7 @@ class Verifier:
 def after_update(pvi: Any, state: PVIState, loss: Any, dynamic: list, static: tuple) -> tuple[PVIState, Any]:
     """What ``update`` returns: verified with data that are new to the state's structure, and at every doubling of 32 rounds."""
     known, rounds = pvi._memory.has(state, dynamic), int(state.step)
-    if known and not _is_due(rounds, state.plan.by_slopes):
+    if known and not _is_due(rounds, state.plan.early_checks):
         return state, loss
     found = verified(pvi, state, dynamic, static)
     if found is state:
@@ -431,9 +432,9 @@ def after_update(pvi: Any, state: PVIState, loss: Any, dynamic: list, static: tu
     return found, pvi._loss_under(pvi._engine, found, dynamic, static)
 
 
-def _is_due(done: int, early: bool) -> bool:
-    """Whether claims are verified after so many rounds: 32 and every doubling, and the first where slopes are claimed."""
-    return (early and done == 1) or (done >= _FIRST_ROUNDS and not done & (done - 1))
+def _is_due(done: int, early: tuple[int, ...]) -> bool:
+    """Whether claims are verified after so many rounds: 32 and every doubling, and early ones."""
+    return done in early or (done >= _FIRST_ROUNDS and not done & (done - 1))
 
 
 def _as_factors(state: PVIState, report: Any) -> Any:

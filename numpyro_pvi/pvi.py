@@ -783,7 +783,7 @@ class PVI(SVI):
             return self._advance(state, dynamic, static, count, tol, length, is_traced((state, dynamic)), engine)
 
         self.runtime.hold("call", before.state)
-        verify = Verifier(self, dynamic, static, before.state.plan.by_slopes)
+        verify = Verifier(self, dynamic, static, before.state.plan.early_checks)
         elsewhere = self.runtime.elsewhere is not None
 
         def trace() -> dict:

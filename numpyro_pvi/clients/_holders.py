@@ -425,7 +425,9 @@ def joined_structure(found: list[FactorStructure], family: Any, expectation: str
         (name, tuple(dict.fromkeys(t for one in found for n, own in one.cells if n == name for t in own)))
         for name, _ in base.cells
     )
-    joined = dataclasses.replace(base, roles=roles, design=design, cells=cells)
+    # Each evaluates a product rule at its own rows.
+    nodes = min(one.nodes for one in found if one.by_rule) if base.by_rule else 0
+    joined = dataclasses.replace(base, roles=roles, design=design, cells=cells, nodes=nodes)
     if not differ:
         return joined
     return with_draws(joined, family, sorted(differ), expectation, "groups' likelihood")

@@ -21,15 +21,36 @@ from ._affinity import (
     some_values,
     sums_of,
     with_draws,
+    with_rule,
 )
 from ._chains import Chains, from_chains, no_chains
 from ._expected import Expected, QuadraticProgram, add_expected, read_quadratic, sum_by_group
 from ._integrated_latents import IntegratedProgram, MaskedIntegratedProgram, owners
 from ._local_latents import LocalChunk, LocalLatentProgram, LocalNoise, MaskedLocalProgram, own_normals
 from ._local_reparameterisation import at_rows_draws
-from ._mean_space import FactorStructure, LatentRole, Laws, MeanSpace, all_values
+from ._mean_space import (
+    FactorStructure,
+    LatentRole,
+    Laws,
+    MeanSpace,
+    RulePoints,
+    all_values,
+    latin_cube,
+    rule_axes,
+    rule_points,
+)
 from ._own_integrals import OVER_GRIDS, OwnDraws, OwnGrids, own_draws, own_grid, own_integral
-from ._point_sets import JointRules, PointSet, disagreement, joint_rules, product_nodes, random_points, sigma_points
+from ._point_sets import (
+    GRADIENT_TOLERANCE,
+    VALUE_TOLERANCE,
+    JointRules,
+    PointSet,
+    disagreement,
+    joint_rules,
+    product_nodes,
+    random_points,
+    sigma_points,
+)
 from ._points import PointsProgram, ReparameterisedProgram, log_densities_at, log_density_at
 from ._product_moments import (
     ProductGrid,

@@ -38,6 +38,7 @@ from ..families import (
     ScalarNormalFamily,
     VonMisesFamily,
     base_family,
+    levels_of,
     members_of,
     pair_rule,
     support_of,
@@ -47,8 +48,10 @@ from ._mean_space import (
     MANY_SIGNS,
     FactorStructure,
     LatentRole,
+    all_signs,
     all_values,
     count_signs,
+    rule_axes,
     sign_shape,
     strength_three,
 )
@@ -103,6 +106,12 @@ _FAR = (1.0, 16.0, 256.0)
 _MOST_SIGNS = 2048
 # Terms that are looked at; of more, a random choice.
 MAX_TERMS = 4096
+# Nodes along every axis of a product rule at most and at least, by the number of axes and for more; and most axes.
+_MOST_NODES, _NODES_OF_MORE, _LEAST_NODES, _LEAST_OF_MORE = {1: 15, 2: 9, 3: 7, 4: 5}, 4, {1: 7, 2: 4, 3: 4}, 3
+_MOST_AXES = 5
+# Evaluations of a term that a factor may take by one; as many for each are nodes over predictors. Points of degree five that are
+# few enough whatever the rows: of five axes.
+_MOST_EVALUATIONS, _NODES_BESIDE, _AS_DRAWS = 1 << 18, 16, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +166,7 @@ def find_structure(
     rows: Mapping[str, int] | None = None,
     params: dict | None = None,
     predictors: Callable[[tuple[str, ...]], tuple[TermSpec, ...] | None] | None = None,
+    size: int = 1,
 ) -> FactorStructure:
     """Find how a factor's expectation is to be taken.
 
@@ -166,8 +176,8 @@ def find_structure(
     ("auto", of which no derivative will be taken); ``where``: the factor's name, for messages; ``rows``: by component whose
     members belong to rows, the axis of members that runs over them; ``params``: values of the model's params. What is proved
     holds for all values that they may take, what is found at these; ``predictors``: says of some normal components how the
-    factor's terms see them through predictors, if they all do. Returns the structure. Raises PVIError where something must be
-    drawn that cannot be, or may not be.
+    factor's terms see them through predictors, if they all do; ``size``: terms that every evaluation of the factor has, if more
+    than are looked at here. Returns the structure. Raises PVIError where something must be drawn that cannot be, or may not be.
     """
     components = _components(family, natural, key)
     rng = np.random.default_rng(0)
@@ -195,8 +205,41 @@ def find_structure(
         structure = dataclasses.replace(structure, design="random")
     elif first > FEW_SIGNS:
         structure = dataclasses.replace(structure, design=_design(family, components, structure, terms, rng))
+    structure = with_rule(structure, family, expectation, max(size, values.shape[1]))
     _refuse(structure, family, expectation, where)
     return structure
+
+
+def with_rule(structure: FactorStructure, family: ProductFamily, expectation: str, size: int) -> FactorStructure:
+    """A structure with a fixed rule in the place of draws, where all that would be drawn, and the factor, are small enough.
+
+    A product of Gauss and Hermite's rules, or one of degree five. ``structure``: what was found; ``family``: of q;
+    ``expectation``: as of :func:`find_structure`; ``size``: terms of the factor. Returns the structure.
+    """
+    drawn, families = structure.drawn, dict(family.components)
+    if not drawn or expectation not in ("auto", "quadrature") or structure.design == "random":
+        return structure
+    own = [role for role in structure.roles if role.kind == "draws"]
+    if any(role.by_values or levels_of(families[role.name]) is None or _begins_wild(families, role) for role in own):
+        return structure
+    roles = tuple(dataclasses.replace(r, kind="rule") if r.name in drawn else r for r in structure.roles)
+    axes = rule_axes(family, roles)
+    beside = len(all_signs(structure.num_signs)) if structure.num_signs <= FEW_SIGNS else 2 * structure.num_signs
+    beside *= _NODES_BESIDE if structure.by_predictors else 1
+
+    found = dataclasses.replace(structure, roles=roles)
+    affordable = _MOST_EVALUATIONS / (beside * size)
+    most, least = _MOST_NODES.get(axes, _NODES_OF_MORE), _LEAST_NODES.get(axes, _LEAST_OF_MORE)
+    for nodes in range(most, least - 1, -1) if axes <= _MOST_AXES else ():
+        # Of one or two axes the fewest are about as many as draws, whatever the rows.
+        if nodes**axes <= affordable or (axes <= 2 and nodes == least):
+            return dataclasses.replace(found, nodes=nodes)
+    return found if axes > 2 and 2 * axes**2 + 1 <= max(affordable, _AS_DRAWS) else structure
+
+
+def _begins_wild(families: dict[str, Any], role: LatentRole) -> bool:
+    """Whether a component of rows is one under some of whose members expectations are infinite."""
+    return role.axis is not None and getattr(pair_rule(families[role.name]), "wild", False)
 
 
 def with_draws(
@@ -219,7 +262,8 @@ def with_draws(
     names = {*names, *(() if terms else structure.by_predictors)}
     roles, first = [], 0
     for role in structure.roles:
-        kind = "draws" if role.name in names else role.kind
+        # A fixed rule is in all components that would be drawn.
+        kind = "draws" if role.name in names or role.kind == "rule" else role.kind
         role = dataclasses.replace(
             role, kind=kind, first=0, signs=0, by_values=role.by_values or role.name in by_values
         )
@@ -228,7 +272,7 @@ def with_draws(
             first += role.signs
         roles.append(role)
     design = "all" if first <= MANY_SIGNS else "random"
-    changed = dataclasses.replace(structure, roles=tuple(_by_nodes(roles)), design=design, terms=terms)
+    changed = dataclasses.replace(structure, roles=tuple(_by_nodes(roles)), design=design, terms=terms, nodes=0)
     _refuse(changed, family, expectation, where)
     return changed
 
@@ -537,10 +581,11 @@ def _refuse(structure: FactorStructure, family: ProductFamily, expectation: str,
     if expectation == "quadrature" and not structure.exact:
         raise PVIError(
             "expectation='quadrature' is for normal and log-normal latents, and Gaussian chains, of which no term sees two "
-            f"members, and for normal latents that every term sees one or two affine functions of; the {where} is {structure}. "
+            "members, for normal latents that every term sees one or two affine functions of, or few of any kind beside few rows; "
+            f"the {where} is {structure}. "
             "Leave expectation='auto'."
         )
-    if expectation == "exact" and (structure.by_nodes or structure.by_predictors or not structure.exact):
+    if expectation == "exact" and not structure.closed:
         drawn = structure.drawn or structure.by_nodes or structure.by_predictors
         what = f"it is {structure}" if drawn else "too many latents meet in one term"
         raise PVIError(

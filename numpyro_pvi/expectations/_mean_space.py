@@ -5,7 +5,9 @@ average over pairs of points (:mod:`numpyro_pvi.families._pairs`), exact for pro
 ``dF/dmu`` is its derivative. The other latents are drawn; their ``dF/dmu`` is ``I(eta)^-1 dF/deta`` with implicitly
 reparameterised draws and I the Fisher metric, which is solved with and never inverted. A conjugate latent's message is
 averaged over the draws of the others (Rao-Blackwell). Where all that are not conjugate are normal (or log-normal, or Gaussian
-chains), and no term sees two members of any, Gauss and Hermite's rule in every member at once takes the draws' place. Normal
+chains), and no term sees two members of any, Gauss and Hermite's rule in every member at once takes the draws' place; where they
+and the rows are few, a product of such rules in the levels of all members (:mod:`numpyro_pvi.families._levels`) does, or a rule
+of degree five in these. Normal
 latents that terms see through one or two affine predictors are not drawn either: given the others, terms hand in their
 expectations over these (:mod:`._affine`).
 """
@@ -21,10 +23,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jax.scipy.special import ndtri
+from jaxtyping import Array, Float, Int
 
 from ..factors import TermSpec
-from ..families import ProductFamily, ProductNatural, base_family, members_of, pair_rule, support_of
+from ..families import ProductFamily, ProductNatural, base_family, levels_of, members_of, pair_rule, support_of
+from ._point_sets import fifth_degree
 from ._rules import NEGLIGIBLE
 
 # -------------------------------------------------------------------------------------------------- structure by latent
@@ -37,7 +41,7 @@ class LatentRole:
 
     ``kind``: "exact" (the factor is affine in its statistics), "sum" (over its values), "quadrature" (of a normal one, or its
     exponential: no term sees two members of all that are taken so), "predictors" (of normal ones: every term sees one or two
-    affine functions of them), "draws", or "absent";
+    affine functions of them), "rule" (at the points of a fixed rule in all that would be drawn), "draws", or "absent";
     ``signs``: how many signs it takes in the design, and where they begin; ``single``: whether every term depends on one member
     at most, so that all members share their signs; ``axis``: of members, the axis that runs over rows, of which every term sees
     one; None where members belong to no row; ``proved``: whether that is so for all values of all latents, and was not found at
@@ -65,12 +69,14 @@ class FactorStructure:
         design: "all" combinations of signs, an array of "strength 3", or "random" rows.
         terms: where components are seen through predictors, all terms that see them, and how.
         cells: for every component that is summed over, the names of the terms that see it, each element its own member's value.
+        nodes: along every axis of the product rule, where there is one; 0 where the rule is one of degree five.
     """
 
     roles: tuple[LatentRole, ...]
     design: str = "all"
     cells: tuple[tuple[str, tuple[str, ...]], ...] = ()
     terms: tuple[TermSpec, ...] = ()
+    nodes: int = 0
 
     @property
     def num_signs(self) -> int:
@@ -81,6 +87,21 @@ class FactorStructure:
     def drawn(self) -> tuple[str, ...]:
         """Components whose expectations are by draws."""
         return tuple(role.name for role in self.roles if role.kind == "draws")
+
+    @property
+    def by_rule(self) -> tuple[str, ...]:
+        """Components whose expectations are by a fixed rule."""
+        return tuple(role.name for role in self.roles if role.kind == "rule")
+
+    @property
+    def rule(self) -> str:
+        """What that rule is called."""
+        return "a product rule" if self.nodes else "a rule of degree five"
+
+    @property
+    def by_points(self) -> tuple[str, ...]:
+        """Components whose expectations are by values of theirs, drawn or fixed."""
+        return (*self.drawn, *self.by_rule)
 
     @property
     def by_values(self) -> tuple[str, ...]:
@@ -94,7 +115,7 @@ class FactorStructure:
     @property
     def by_slopes(self) -> tuple[str, ...]:
         """Components that the factor may jump in, and is taken not to."""
-        by_slopes = ("draws", "quadrature")
+        by_slopes = ("draws", "quadrature", "rule")
         return tuple(
             r.name for r in self.roles if r.kind in by_slopes and r.jumps and not r.by_values and r.axis is None
         )
@@ -132,16 +153,21 @@ class FactorStructure:
         return not self.drawn and self.design != "random"
 
     @property
+    def closed(self) -> bool:
+        """Whether every expectation is in closed form."""
+        return self.exact and not (self.by_nodes or self.by_predictors or self.by_rule)
+
+    @property
     def evidence(self) -> str:
         """How the claims are known: "proved" for all values of all latents, "found" at a few, or "" where there are none."""
-        claimed = [role for role in self.roles if role.kind != "draws"]
+        claimed = [role for role in self.roles if role.kind not in ("draws", "rule")]
         if not claimed:
             return ""
         return "proved" if self.design != "strength 3" and all(role.proved for role in claimed) else "found"
 
     def __str__(self) -> str:
         parts = [f"conjugate in {', '.join(self.conjugate)}"] if self.conjugate else []
-        others = (*self.by_nodes, *self.by_predictors, *self.drawn)
+        others = (*self.by_nodes, *self.by_predictors, *self.by_points)
         parts += [f"not conjugate in {', '.join(others)}"] if others else []
         return "; ".join(parts) or "constant"
 
@@ -150,6 +176,7 @@ class FactorStructure:
         """In words, how expectations are taken."""
         parts = [f"quadrature in {', '.join(self.by_nodes)}"] if self.by_nodes else []
         parts += [f"quadrature over the predictors of {', '.join(self.by_predictors)}"] if self.by_predictors else []
+        parts += [f"{self.rule} in {', '.join(self.by_rule)}"] if self.by_rule else []
         signs = " and of signs" if self.design == "random" else ""
         parts += [f"draws of {', '.join(self.drawn)}{signs}"] if self.drawn else ["drawn signs"] if signs else []
         parts += [f"by values in {', '.join(self.by_values)}"] if self.by_values else []
@@ -211,16 +238,26 @@ class Laws(NamedTuple):
     share: Any = 1.0
 
 
+class RulePoints(NamedTuple):
+    """Points over the levels of all components that a fixed rule is in."""
+
+    # Levels of a standard normal, which of them every point has along each axis, and what it counts in the mean over points.
+    levels: Float[Array, "L"]
+    index: Int[Array, "S axes"]
+    shares: Float[Array, "S"]
+
+
 @dataclasses.dataclass(frozen=True)
 class MeanSpace:
     """Takes expectations of one kind of factor: its structure beside the family of q.
 
-    ``num_draws``: draws of the latents that are drawn.
+    ``num_draws``: draws of the latents that are drawn; ``points``: what takes the place of a fixed rule's own.
     """
 
     family: ProductFamily
     structure: FactorStructure
     num_draws: int
+    points: RulePoints | None = None
 
     def _components(self, kind: str) -> list[tuple[LatentRole, Any]]:
         families = dict(self.family.components)
@@ -230,7 +267,7 @@ class MeanSpace:
         """What the expectation is differentiated in.
 
         ``q``: natural parameters. Returns ``(variables, rest)``, dicts of dicts by component: coordinates of conjugate
-        components, naturals of drawn ones and probabilities of those summed over; and, of the components whose pairs are taken
+        components, naturals of those at points and probabilities of those summed over; and, of the components whose pairs are taken
         at an anchor, how far q's own coordinates are from it, with any value of absent ones.
         """
         coordinates, beyond = {}, {}
@@ -249,7 +286,7 @@ class MeanSpace:
             coordinates[role.name] = _rule(family).coordinates(q.parts[role.name])
         for role, family in self._components("quadrature"):
             coordinates[role.name] = _rule(family).node_coordinates(q.parts[role.name])
-        drawn = {role.name: q.parts[role.name] for role, _ in self._components("draws")}
+        drawn = {name: q.parts[name] for name in self.structure.by_points}
         fixed = {role.name: _typical(family, q.parts[role.name]) for role, family in self._components("absent")}
         variables = {"coordinates": coordinates, "natural": drawn}
         return variables | ({"probs": probs} if probs else {}), {"beyond": beyond, "fixed": fixed}
@@ -282,21 +319,21 @@ class MeanSpace:
         rows_key: Any,
         sites: Mapping[str, Any],
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """``E_q[f - <site, T>]`` over common draws, and ``E_q[f]``, in nats.
+        """``E_q[f - <site, T>]`` over common points, and ``E_q[f]``, in nats.
 
         What a factor's site says of it is known without draws. Taken away here, and given back to the message, only what the
         site leaves over is estimated, with less noise the better the site fits. The value, too, has the known part in closed
         form. ``variables``: as for :meth:`average`; ``rest``: as for :meth:`average`; ``density``: as for :meth:`average`;
         ``key``: as for :meth:`average`; ``rows_key``: as for :meth:`average`; ``sites``: natural parameters by component, of
-        some that are drawn. Returns both; the first less the base measure.
+        some that are at points. Returns both; the first less the base measure.
         """
-        found = self._draws(variables["natural"], key, rows_key)
+        found, shares = self._points_of(variables["natural"], key, rows_key)
         draws = {name: own for name, (own, _) in found.items()}
-        value = self._average(variables, rest, density, self._signs(key), draws)
+        value = self._average(variables, rest, density, self._signs(key), draws, shares)
         families, known, exact = dict(self.family.components), jnp.zeros(()), jnp.zeros(())
         for name, site in sites.items():
             family = base_family(families[name])
-            average = jax.tree.map(lambda x: jnp.mean(x, axis=0), found[name][1])
+            average = jax.tree.map(lambda x: _mean_of(x, shares), found[name][1])
             known = known + jnp.sum(family.inner(site, average))
             exact = exact + jnp.sum(family.inner(site, family.natural_to_mean(variables["natural"][name])))
         if self.structure.by_values:
@@ -322,8 +359,13 @@ class MeanSpace:
             score = score + jnp.sum((left - jnp.mean(left)) * along(name, natural[name])) / max(count - 1, 1)
         return score - jax.lax.stop_gradient(score)
 
-    def _average(self, variables: dict, rest: dict, density: Callable[..., Array], signs: Array, draws: dict) -> Array:
-        """The average over all that is not given, or, where the factor jumps in what is drawn, one for every draw."""
+    def _average(
+        self, variables: dict, rest: dict, density: Callable[..., Array], signs: Array, draws: dict, parts: Any
+    ) -> Array:
+        """The average over all that is not given, or, where the factor jumps in what is drawn, one for every draw.
+
+        ``parts``: what each point counts in the mean over them; None where all count alike.
+        """
         by_draw = bool(self.structure.by_values)
         probs = variables.get("probs", {})
         cells, by_nodes = all_values({n: x.shape[-1] for n, x in probs.items()}), self._components("quadrature")
@@ -334,16 +376,18 @@ class MeanSpace:
         def at(coordinates: dict) -> Array:
             def one(index: tuple) -> Array:
                 row, draw, cell, node = index
-                return settled(jax.tree.map(lambda x: x[draw], draws), row, cell, node)
+                part = None if parts is None else parts[draw]
+                return settled(jax.tree.map(lambda x: x[draw], draws), part, row, cell, node)
 
-            def settled(drawn: dict, row: Any, cell: Any, node: Any) -> Array:
+            def settled(drawn: dict, part: Any, row: Any, cell: Any, node: Any) -> Array:
                 values = rest["fixed"] | drawn | self._points(coordinates, signs[row])
                 for role, family in by_nodes:
                     # The same node in all of them: every term sees one at most.
                     values[role.name] = _rule(family).at_nodes(coordinates[role.name], nodes[node])
-                if by_nodes:
-                    return shares[node] * weighted(values, cell, shares[node])
-                return weighted(values, cell, 1.0)
+                share = shares[node] if by_nodes else 1.0
+                if part is not None:
+                    share = share * part
+                return share * weighted(values, cell, share)
 
             def weighted(values: dict, cell: Any, share: Any) -> Array:
                 laws = {"laws": Laws({n: coordinates[n] for n in seen}, share)} if seen else {}
@@ -354,32 +398,18 @@ class MeanSpace:
                 values |= {n: jnp.full(probs[n].shape[:-1], k) for n, k in chosen.items()}
                 return density(values, {n: (probs[n][..., k], 1.0 * (k == 0)) for n, k in chosen.items()}, **laws)
 
-            counts = len(signs), self.structure.draws(self.num_draws) if draws else 1, len(cells), count
+            points = len(jax.tree.leaves(draws)[0]) if draws else 1
+            counts = len(signs), points, len(cells), count
             if draws and np.prod(counts) == counts[1] <= _TOGETHER:
                 # Looking draws up by an index would cost more than what is done with them.
-                found = jax.vmap(lambda own: settled(own, 0, 0, 0))(draws)
+                found = jax.vmap(lambda own, part: settled(own, part, 0, 0, 0))(draws, parts)
                 return found if by_draw else jnp.mean(found)
             index = tuple(x.reshape(-1) for x in np.indices(counts))
             many = len(index[0]) > _TOGETHER
             found = jax.lax.map(one, index, batch_size=_TOGETHER) if many else jax.vmap(one)(index)
             return counts[2] * (jnp.mean(found.reshape(counts), axis=(0, 2, 3)) if by_draw else jnp.mean(found))
 
-        def continued(coordinates: dict, names: list[str]) -> Array:
-            if not names:
-                return at(coordinates)
-            name, *others = names
-
-            def along(own: Any) -> Array:
-                return continued(coordinates | {name: own}, others)
-
-            # The slope is the same everywhere: its derivative in these coordinates would be rounding times a long way. Their own
-            # derivative comes through the tangent, which they leave as it is, so that one evaluation serves for both.
-            own, fixed = coordinates[name], jax.lax.stop_gradient(coordinates[name])
-            tangent = jax.tree.map(lambda far, x, at: far + (x - at), rest["beyond"][name], own, fixed)
-            value, slope = jax.jvp(along, (fixed,), (tangent,))
-            return value + slope
-
-        return continued(variables["coordinates"], list(rest["beyond"]))
+        return _continued(at, variables["coordinates"], rest["beyond"])
 
     def message(
         self,
@@ -407,7 +437,7 @@ class MeanSpace:
             if kind in ("exact", "predictors"):
                 own = variables["coordinates"][name]
                 return _rule(family).message(own, gradient["coordinates"][name])
-            if kind == "draws":
+            if kind in ("draws", "rule"):
                 own, slope = q.parts[name], gradient["natural"][name]
                 like = jax.tree.structure(jax.eval_shape(family.natural_to_mean, own))
                 return family.fisher_solve(own, jax.tree.unflatten(like, jax.tree.leaves(slope)))
@@ -424,6 +454,34 @@ class MeanSpace:
             return jnp.concatenate([half, -half])
         rows = all_signs(count) if self.structure.design == "all" else strength_three(count)
         return jnp.asarray(rows, jnp.result_type(float))
+
+    @property
+    def fixed(self) -> RulePoints | None:
+        """The points of the fixed rule, or what takes their place; None where there is none."""
+        if self.points is not None or not self.structure.by_rule:
+            return self.points
+        return rule_points(self.structure.nodes, rule_axes(self.family, self.structure.roles))
+
+    def _points_of(
+        self, naturals: Mapping[str, Any], key: Any, rows_key: Any = None
+    ) -> tuple[dict[str, tuple[Array, Any]], Array | None]:
+        """Points by component, with the statistics of their members, and what each counts in the mean over them.
+
+        Those of draws, which all count alike, or of a fixed rule.
+        """
+        at = self.fixed
+        if at is None:
+            return self._draws(naturals, key, rows_key), None
+        found, begin = {}, 0
+        for role, family in self._components("rule"):
+            rule, natural = _levels(family), naturals[role.name]
+            u, own = rule.coordinates(natural, at.levels), level_shape(family, role)
+            count = int(np.prod(own))
+            picked = at.index[:, begin : begin + count].reshape(-1, *own)
+            picked = jnp.broadcast_to(picked, (len(picked), *u.shape[1:]))
+            found[role.name] = rule.points(natural, jnp.take_along_axis(u, picked, axis=0))
+            begin += count
+        return found, at.shares
 
     def _draws(self, naturals: Mapping[str, Any], key: Any, rows_key: Any = None) -> dict[str, tuple[Array, Any]]:
         """Draws by component, with the statistics of their members."""
@@ -444,6 +502,91 @@ class MeanSpace:
             rule, own = _rule(family), signs[role.first : role.first + role.signs]
             found[role.name] = rule.points(coordinates[role.name], sign_shape(family, role, own))
         return found
+
+
+def _continued(at: Callable[[dict], Array], coordinates: dict, beyond: Mapping[str, Any]) -> Array:
+    """A function of coordinates, continued linearly in those of some components as far as they are beyond."""
+    if not beyond:
+        return at(coordinates)
+    name, *others = beyond
+
+    def along(own: Any) -> Array:
+        return _continued(at, coordinates | {name: own}, {n: beyond[n] for n in others})
+
+    # The slope is the same everywhere: its derivative in these coordinates would be rounding times a long way. Their own
+    # derivative comes through the tangent, which they leave as it is, so that one evaluation serves for both.
+    own, fixed = coordinates[name], jax.lax.stop_gradient(coordinates[name])
+    tangent = jax.tree.map(lambda far, x, at: far + (x - at), beyond[name], own, fixed)
+    value, slope = jax.jvp(along, (fixed,), (tangent,))
+    return value + slope
+
+
+def _mean_of(points: Array, shares: Array | None) -> Array:
+    """The mean over points."""
+    if shares is None:
+        return jnp.mean(points, axis=0)
+    return jnp.mean(points * shares.reshape(-1, *(1,) * (points.ndim - 1)), axis=0)
+
+
+def rule_points(nodes: int, axes: int, other: bool = False) -> RulePoints:
+    """The points of a product of Gauss and Hermite's rules, or of one of degree five.
+
+    ``nodes``: along every axis; 0 for the other rule; ``axes``: how many; ``other``: whether what such a rule is held to is
+    wanted: one with a node more, or with other points.
+    """
+    dtype = jnp.result_type(float)
+    if nodes:
+        nodes += other
+        levels = np.polynomial.hermite_e.hermegauss(nodes)[0]
+        index, shares = _product_rule(nodes, axes)
+    else:
+        rule = fifth_degree(axes, axes + 2 if other else 3)
+        levels, index = np.unique(np.round(rule.eps, 12), return_inverse=True)
+        index, shares = index.reshape(rule.eps.shape), rule.weight * len(rule.weight)
+    return RulePoints(jnp.asarray(levels, dtype), jnp.asarray(index), jnp.asarray(shares, dtype))
+
+
+@cache
+def _product_rule(nodes: int, axes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which node each point has along every axis, and what points count in the mean over them.
+
+    Points that count for next to nothing are left out, where densities would overflow.
+    """
+    index = np.indices((nodes,) * axes).reshape(axes, -1).T
+    weight = np.polynomial.hermite_e.hermegauss(nodes)[1]
+    weights = np.prod((weight / weight.sum())[index], axis=1)
+    kept = weights > NEGLIGIBLE["float32"]
+    return index[kept], weights[kept] / weights[kept].mean()
+
+
+def latin_cube(key: Any, count: int, axes: int) -> RulePoints:
+    """Points of a Latin hypercube: levels one in each of as many parts of equal probability, and each along every axis once.
+
+    ``key``: a random key; ``count``: of points; ``axes``: how many. Means over them are without bias, and exact but for a
+    rest where a function is a sum of functions of one level each (McKay, Beckman and Conover, Technometrics 21 (1979)).
+    """
+    dtype, keys = jnp.result_type(float), jax.random.split(key)
+    within = jnp.clip(jax.random.uniform(keys[0], (count,), dtype), 1e-3, 1 - 1e-3)
+    levels = ndtri((jnp.arange(count, dtype=dtype) + within) / count)
+    index = jnp.argsort(jax.random.uniform(keys[1], (count, axes), dtype), axis=0)
+    return RulePoints(levels, index, jnp.ones((count,), dtype))
+
+
+def level_shape(family: Any, role: LatentRole) -> tuple[int, ...]:
+    """Axes of a component in a fixed rule: members that no term sees two of share theirs."""
+    return (*(_own_members(family, role) or (1,) * len(members_of(family))), _levels(family).axes)
+
+
+def rule_axes(family: ProductFamily, roles: Collection[LatentRole]) -> int:
+    """Axes of the rule in all components that have this role."""
+    families = dict(family.components)
+    return sum(int(np.prod(level_shape(families[r.name], r))) for r in roles if r.kind == "rule")
+
+
+def _levels(family: Any) -> Any:
+    found = levels_of(family)
+    assert found is not None  # only components with levels are given the role "rule"
+    return found
 
 
 @cache
@@ -468,17 +611,17 @@ def all_values(sizes: Mapping[str, int]) -> np.ndarray:
 
 def sign_shape(family: Any, role: LatentRole, signs: Array) -> Array:
     """A component's signs in a shape that broadcasts against its members."""
-    axes, members = _rule(family).axes, _signed_members(family, role)
+    axes, members = _rule(family).axes, _own_members(family, role)
     return signs.reshape(*members, axes) if axes else signs.reshape(members)
 
 
 def count_signs(family: Any, role: LatentRole) -> int:
     """Signs that a component takes in a design."""
-    return int(np.prod(_signed_members(family, role))) * max(_rule(family).axes, 1)
+    return int(np.prod(_own_members(family, role))) * max(_rule(family).axes, 1)
 
 
-def _signed_members(family: Any, role: LatentRole) -> tuple[int, ...]:
-    """Axes along which members have signs of their own; no term sees two rows, so that rows share theirs."""
+def _own_members(family: Any, role: LatentRole) -> tuple[int, ...]:
+    """Axes along which members have signs or levels of their own; no term sees two rows, so that rows share theirs."""
     if role.single:
         return ()
     return tuple(1 if i == role.axis else size for i, size in enumerate(members_of(family)))

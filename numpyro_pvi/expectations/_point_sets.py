@@ -204,7 +204,7 @@ def joint_rules(dim: int, width: int, num_rows: int) -> JointRules | None:
     if nodes:
         # Two nodes are no measure of three, which are of degree five.
         check = (
-            _fifth(dim, dim + 2)
+            fifth_degree(dim, dim + 2)
             if nodes[0] == 3 and dim > 4
             else product_rule_of(dim, nodes[0] - 1 if nodes[0] > 3 else 4)
         )
@@ -212,8 +212,8 @@ def joint_rules(dim: int, width: int, num_rows: int) -> JointRules | None:
         return JointRules(_times(product_rule_of(dim, nodes[0]), own), _times(check, own_check), width in _OWN_NODES)
     if dim >= 4 and (2 * dim**2 + 1) * each <= _MOST_TANGENTS:
         # In four dimensions points on axes have no weight, and both are one, whose coordinates are those of three nodes.
-        check = _fifth(dim, dim + 2) if dim > 4 else product_rule_of(dim, 4)
-        return JointRules(_times(_fifth(dim, 3), own), _times(check, own_check), False)
+        check = fifth_degree(dim, dim + 2) if dim > 4 else product_rule_of(dim, 4)
+        return JointRules(_times(fifth_degree(dim, 3), own), _times(check, own_check), False)
     shared = _signed(*sigma_arrays(dim))
     check = product_rule_of(dim, 7 if dim == 1 else 3) if dim < 4 else _star(dim, dim + 2)
     rules = JointRules(_times(shared, own), _times(check, own_check), False)
@@ -245,7 +245,7 @@ def _star(dim: int, square: int) -> FixedRule:
     return _signed(np.sqrt(square) * np.eye(dim), np.full(dim, 1 / square))
 
 
-def _fifth(dim: int, square: int) -> FixedRule:
+def fifth_degree(dim: int, square: int) -> FixedRule:
     """The centre and points on axes and on diagonals of pairs of them: exact to degree five for squares of 3 and D + 2.
 
     ``dim``: D, at least 2; ``square``: s, of the distance of points on axes, whose weight is a; those on diagonals have squared

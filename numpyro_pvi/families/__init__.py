@@ -58,6 +58,7 @@ from ._gaussian import (
     schur_complement,
 )
 from ._grids import GridRule, grid_rule
+from ._levels import Levels, levels_of
 from ._markov import MarkovGaussianFamily, MarkovMean, MarkovNatural, MarkovNormal
 from ._pairs import PairRule, members_of, pair_rule
 from ._product import (
@@ -131,6 +132,8 @@ __all__ = [
     "InverseGammaFamily",
     "InverseGammaMean",
     "InverseGammaNatural",
+    "Levels",
+    "levels_of",
     "LogNormalFamily",
     "LogNormalMean",
     "LogNormalNatural",

@@ -47,6 +47,8 @@ from ..families import (
 
 # Least draws of a row's own latents that tell a member, twice.
 _OWN_MEMBER = 8
+# Rounds after which a fixed rule is first held to others: about as many as moves are long in.
+_RULE_ROUNDS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,6 +309,18 @@ class ProductPlan(Plan):
         """Whether any factor that may jump is taken to change as its slopes say; moments are of values."""
         factors = (self.likelihood, self.prior_factor)
         return not self.tilted and any(factor is not None and factor.by_slopes for factor in factors)
+
+    @property
+    def terms_together(self) -> int:
+        """Rows that an evaluation of the groups' factors has, fillings included, times combinations of values summed over."""
+        sizes = (support.size for _, f in self.family.components if (support := support_of(f)) is not None)
+        return self.partition.num_chunks * self.partition.chunk_rows * math.prod(sizes)
+
+    @property
+    def early_checks(self) -> tuple[int, ...]:
+        """See :attr:`Plan.early_checks`; a fixed rule is worst while q is wide, and rounds may stand still where it is wrong."""
+        ruled = any(factor is not None and factor.by_rule for factor in (self.likelihood, self.prior_factor))
+        return (*super().early_checks, *((_RULE_ROUNDS,) if ruled else ()))
 
     @property
     def noisy(self) -> bool:

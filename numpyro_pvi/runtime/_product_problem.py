@@ -247,11 +247,8 @@ class ProductProblem:
         parts = self._map_chunks(lambda own: self._chunk_gradient(space, variables, rest, own[0], key))
         return self._by_group(parts)
 
-    def prior_density(self, values: dict, weights: Any = None) -> Array:
-        """The prior factor's log density over base measures at values of all components, in nats."""
-        return self._prior_density(values, weights)
-
-    def _prior_density(self, values: dict, weights: Any = None, laws: Any = None) -> Array:
+    def prior_density(self, values: dict, weights: Any = None, laws: Any = None) -> Array:
+        """The prior factor's log density over base measures at values of all components, in nats: see :meth:`MeanSpace.average`."""
         plan, factor = self.plan, self.plan.prior_factor
         weigh: dict = {} if weights is None or factor is None else {"weigh": partial(factor.weigh, weights)}
         call, values = self.beside_rows(values)
@@ -488,7 +485,7 @@ class ProductProblem:
         known = {} if site is None else {n: site.parts[n] for n in space.structure.drawn}
 
         (_, value), gradient = value_and_grad(
-            lambda v: space.left_over(v, rest, self._prior_density, key, None, known), has_aux=True
+            lambda v: space.left_over(v, rest, self.prior_density, key, None, known), has_aux=True
         )(variables)
         found = dict(space.message(q, variables, gradient).parts)
         return value, ProductNatural(found | {n: found[n] + x for n, x in known.items()})
@@ -585,7 +582,7 @@ class ProductProblem:
             return None
         variables, rest = prior.variables(q)
         known = {n: control.prior.parts[n] for n in prior.structure.drawn}
-        return prior.left_over(variables, rest, self._prior_density, key, None, known)[1]
+        return prior.left_over(variables, rest, self.prior_density, key, None, known)[1]
 
     def divergences(self, q: ProductNatural, names: Collection[str] | None = None) -> Float[Array, "C"]:
         """Of every component, or of some, minus KL to its exact prior; the entropy where it has none. In nats."""

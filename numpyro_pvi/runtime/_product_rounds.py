@@ -142,10 +142,10 @@ def step_in_turns(
 
 
 def restrained_of(plan: ProductPlan) -> set[str]:
-    """Components that some factor draws, or takes at nodes where expectations under some members are infinite."""
+    """Components that some factor takes at points, or at nodes where expectations under some members are infinite."""
     factors, families = [f for f in (plan.likelihood, plan.prior_factor) if f is not None], dict(plan.family.components)
     wild = {n for factor in factors for n in factor.by_nodes if getattr(pair_rule(families[n]), "wild", False)}
-    return wild | {name for factor in factors for name in factor.drawn}
+    return wild | {name for factor in factors for name in factor.by_points}
 
 
 def member_shares(problem: ProductProblem, q: Any, change: Any) -> dict[str, Any]:
@@ -437,13 +437,14 @@ class SomeRows(Beside):
         assert ids is not None
         return self.full._rows_key(key, (ids[chunk[0]], chunk[1]))
 
-    def _prior_density(self, values: dict, weights: Any = None, laws: Any = None) -> Array:
+    def prior_density(self, values: dict, weights: Any = None, laws: Any = None) -> Array:
+        """See :meth:`ProductProblem.prior_density`."""
         # The prior factor reads the model's own arguments; it says nothing of rows' latents, whose values are of no account.
         count, axes = self.plan.partition.table.num_rows, self.plan.row_axes
         if not isinstance(self.packing, GroupMasks):
             first = jnp.zeros((count,), jnp.int32)
             values = {n: jnp.take(x, first, axis=axes[n]) if n in axes else x for n, x in values.items()}
-        return self.full._prior_density(values, weights, laws)
+        return self.full.prior_density(values, weights, laws)
 
 
 def whole_groups(problem: ProductProblem, groups: Int[Array, "K"], there: Bool[Array, "K"]) -> Chosen:

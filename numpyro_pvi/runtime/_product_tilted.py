@@ -167,7 +167,7 @@ def jointly_affine(problem: ProductProblem, sites: SiteStack, key: Any) -> tuple
         likelihood = jnp.all(problem.of_rows("affine", lambda: (rows_affine(problem, q, key),), q, key)[0])
     if plan.prior_factor is not None and _may_be_affine(plan.prior_factor):
         message, (points, same) = problem.prior_message(q, key), _affinity(problem.family, q, key)
-        prior = same(jax.vmap(problem._prior_density)(points), message)
+        prior = same(jax.vmap(problem.prior_density)(points), message)
     return likelihood, prior
 
 
@@ -196,7 +196,7 @@ def _affinity(family: ProductFamily, q: ProductNatural, key: Any) -> tuple[dict,
 
 
 def _may_be_affine(factor: FactorStructure) -> bool:
-    return factor.exact and not (factor.by_nodes or factor.by_predictors)
+    return factor.closed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,7 +271,7 @@ class ProductTilted(MatchedFactors):
         return of
 
     def _prior_slopes(self, values: Callable, order: int) -> Callable:
-        return lambda u: derivatives(lambda at: self.problem._prior_density(values(at)), u, order)
+        return lambda u: derivatives(lambda at: self.problem.prior_density(values(at)), u, order)
 
     def shared(self, q: ProductNatural) -> Any:
         """What the groups' visits at one q have in common.
@@ -455,7 +455,7 @@ class ProductTilted(MatchedFactors):
         return grid_of(seen, OVER_GRIDS) if nested else grid_of(seen)
 
     def _prior_values(self, values: dict) -> Array:
-        return _over_points(self.problem._prior_density, values, 1)
+        return _over_points(self.problem.prior_density, values, 1)
 
     def _pointed(
         self, looks: _Looks, q: ProductNatural, site: ProductNatural, draws: Any, chains: Chains | None, power: Any

@@ -435,11 +435,11 @@ def tamed_sites(plan: ProductPlan, prior: ProductNatural, sites: SiteStack) -> S
     are taken at nodes from the nearest tame one, in equal shares.
     """
     factors = [own for own in (plan.likelihood, plan.prior_factor) if own is not None]
-    names = {name for own in factors for name in own.by_nodes if name not in plan.row_axes}
+    names = {name for own in factors for name in (*own.by_nodes, *own.by_rule) if name not in plan.row_axes}
     q, change = posterior(prior, sites), {}
     for name, family in plan.family.components:
-        if name in names:
-            rule: Any = pair_rule(family)
+        rule: Any = pair_rule(family)
+        if name in names and getattr(rule, "nodes", False):
             change[name] = rule.tamed(q.parts[name]) - q.parts[name]
     return spread(plan, sites, ProductNatural(change)) if change else sites
 

@@ -40,6 +40,7 @@ from ._product_plan import ProductPlan, owners
 from ._product_problem import ProductProblem
 from ._programs import chunk_log_likelihoods, unit_slots, whole_call
 from ._refinement import first_rule
+from ._rule_checks import RULE, rule_check, rule_gaps
 
 # Draws from q: at least so many, and more where rows are few.
 _FEWEST, _MOST, _ELEMENTS = 8, 32, 1 << 14
@@ -311,9 +312,9 @@ def product_claims(plan: ProductPlan) -> tuple[str, ...]:
     """What a plan claims and nothing has proved, as "factor/component".
 
     That it is exact in the component, sees it through predictors, does not see it, or that no term sees two members of all that
-    Hermite's rule is in at once; and, as "factor/slopes along component", that it changes along one as its slopes say, where it
-    may jump. ``plan``: the plan. Returns names under "likelihood" and "prior factor", and under "prior"
-    components whose prior is held exactly.
+    Hermite's rule is in at once; as "factor/slopes along component", that it changes along one as its slopes say, where it
+    may jump; and as "factor/a fixed rule", proved or not, that such a rule serves. ``plan``: the plan. Returns names under
+    "likelihood" and "prior factor", and under "prior" components whose prior is held exactly.
     """
     claimed, proved = [], plan.partition.proved
     for factor, found in (("likelihood", plan.likelihood), ("prior factor", plan.prior_factor)):
@@ -322,6 +323,8 @@ def product_claims(plan: ProductPlan) -> tuple[str, ...]:
         # Moments are of values: no slope is taken for what a factor does.
         if found is not None and not plan.tilted:
             claimed += [f"{factor}/{SLOPES}{name}" for name in found.by_slopes]
+        if found is not None and found.by_rule:
+            claimed.append(f"{factor}/{RULE}")
     if "prior" not in proved:
         claimed += [f"prior/{name}" for name in plan.exact]
     return tuple(claimed)
@@ -333,16 +336,22 @@ def verify_product(problem: ProductProblem, state: PVIState, natural: Any) -> di
     By claim (see :func:`product_claims`) its check: of groups under "likelihood", else of one factor.
     """
     plan, claims = problem.plan, product_claims(problem.plan)
-    draws, found = _draws_of(problem, natural, jax.random.fold_in(state.rng_key, _PRODUCT_SEED)), {}
+    key, found = jax.random.fold_in(state.rng_key, _PRODUCT_SEED), {}
+    draws = _draws_of(problem, natural, key) if any(not c.endswith(RULE) for c in claims) else {}
     for factor in ("likelihood", "prior factor"):
         names = tuple(c.removeprefix(factor + "/") for c in claims if c.startswith(factor + "/"))
         if names and factor == "likelihood":
-            key = jax.random.fold_in(state.rng_key, _PRODUCT_SEED)
             here = functools.partial(rows_checks, problem, names, natural, key)
             gaps = problem.of_rows("verify", here, natural, key, names=names)
             checks = [Check(gaps[i].T, gaps[i + 1].T) for i in range(0, len(gaps), 2)]
         elif names:
-            checks = _factor_checks(problem, factor, names, natural, draws)
+            checks = _factor_checks(problem, factor, names, natural, key, draws)
+        if RULE in names:
+            site = state.sites.prior
+            if factor == "likelihood":
+                site = natural - problem.prior if site is None else natural - problem.prior - site
+            last = names.index(RULE)
+            checks[last] = Check(*rule_check(problem, factor, natural, site, tuple(checks[last]), key))
         if names:
             found |= {f"{factor}/{name}": check for name, check in zip(names, checks, strict=True)}
     if plan.exact and "prior" not in plan.partition.proved:
@@ -364,17 +373,20 @@ def rows_checks(
 
     Returns of each component two arrays, gaps and what is allowed of them, with a leading axis of groups.
     """
-    checks = _factor_checks(problem, "likelihood", names, natural, _draws_of(problem, natural, key))
+    draws = _draws_of(problem, natural, key) if any(n != RULE for n in names) else {}
+    checks = _factor_checks(problem, "likelihood", names, natural, key, draws)
     return tuple(x.T for check in checks for x in check)
 
 
 def _factor_checks(
-    problem: ProductProblem, factor: str, names: tuple[str, ...], natural: ProductNatural, draws: dict
+    problem: ProductProblem, factor: str, names: tuple[str, ...], natural: ProductNatural, key: Any, draws: dict
 ) -> list[Check]:
-    """One check for every component of one factor."""
+    """One check for every component of one factor; of a fixed rule what :func:`rule_check` makes one of."""
     structure = problem.plan.likelihood if factor == "likelihood" else problem.plan.prior_factor
     assert structure is not None  # there are claims of it
     roles, checks = {role.name: role for role in structure.roles}, {}
+    if RULE in names:
+        checks[RULE] = Check(*rule_gaps(problem, factor, natural, key))
     for name in (n for n in names if n.startswith(SLOPES)):
         checks[name] = _by_slopes(problem, factor, name.removeprefix(SLOPES), draws)
     anchored = [name for name in names if name not in checks and _is_anchored(problem, roles[name])]

@@ -131,7 +131,7 @@ def test_one_normal_latent_that_is_not_affine_is_by_nodes():
         find(family, natural, exponential_rates, "exact")
 
 
-def test_several_latents_that_are_not_affine_are_drawn():
+def test_several_latents_that_are_not_affine_are_at_points():
     family, natural = product(w=dist.Normal(0.0, 1.0), v=dist.Normal(0.0, 1.0), rate=dist.Gamma(2.0, 1.0))
 
     def terms(values):
@@ -139,11 +139,15 @@ def test_several_latents_that_are_not_affine_are_drawn():
 
     structure = find(family, natural, terms)
     assert structure.conjugate == ("rate",)
-    assert set(structure.drawn) == {"w", "v"}
-    assert structure.expectation.startswith("draws of")
+    assert set(structure.by_rule) == {"w", "v"} and not structure.drawn
+    assert structure.expectation == "a product rule in v, w"
     assert set(find(family, natural, terms, "monte_carlo").drawn) == {"rate", "w", "v"}
-    with pytest.raises(PVIError, match="no term sees two members"):
-        find(family, natural, terms, "quadrature")
+    assert find(family, natural, terms, "quadrature") == structure
+    names = "abcdef"
+    family, natural = product(**{n: dist.Normal(0.0, 1.0) for n in names})
+    many = lambda values: jnp.exp(sum(values[n] for n in names))[None]  # noqa: E731
+    with pytest.raises(PVIError, match="or few of any kind"):
+        find_structure(family, natural, many, KEY, "quadrature", "test factor", size=10**7)
 
 
 SEEN_BY_S, SEEN_BY_T = np.asarray([0.7, -0.3, 1.1]), np.asarray([0.4, -1.6])
@@ -208,7 +212,7 @@ def test_latents_of_which_no_term_sees_two_are_by_nodes_together(proved):
 @pytest.mark.parametrize(
     "seen", [lambda s, t: jnp.exp(-s * t[0]), lambda s, t: jnp.cos(t[0] * t[1])], ids=["s t", "t t"]
 )
-def test_one_term_that_sees_two_of_them_has_all_drawn(seen):
+def test_one_term_that_sees_two_of_them_has_a_product_rule_in_all(seen):
     """As one node in both would be: the fault that the test for it is there for is planted beside it."""
 
     def terms(values):
@@ -217,7 +221,7 @@ def test_one_term_that_sees_two_of_them_has_all_drawn(seen):
     family, natural = product(**SCALES)
     for own in (terms, opaquely(terms)):
         structure = find(family, natural, own)
-        assert set(structure.drawn) == {"s", "t"} and not structure.by_nodes
+        assert set(structure.by_rule) == {"s", "t"} and not (structure.by_nodes or structure.drawn)
     planted = dataclasses.replace(structure, roles=find(family, natural, two_scales).roles)
     alone = lambda values: seen(values["s"], values["t"])[None]  # noqa: E731
     sampled = np.asarray(jax.vmap(alone)(family.sample(natural, KEY, (100_000,))), np.float64)
@@ -233,12 +237,18 @@ def test_products_of_many_latents_take_all_signs():
     assert structure.design == "all"
 
 
-def test_a_von_mises_latent_must_be_conjugate():
+def test_a_von_mises_latent_is_conjugate_or_at_the_nodes_of_a_rule():
     family, natural = product(angle=dist.VonMises(0.5, 2.0))
     assert isinstance(dict(family.components)["angle"], VonMisesFamily)
     assert find(family, natural, lambda values: jnp.cos(values["angle"] - 0.3)[None]).exact
+    twice = lambda values: jnp.cos(2 * values["angle"])[None]  # noqa: E731
+    structure = find(family, natural, twice)
+    assert structure.by_rule == ("angle",)
+    # I_2 / I_0 at the concentration 2, turned by twice the direction.
+    exact = special.iv(2, 2.0) / special.iv(0, 2.0) * np.cos(1.0)
+    assert float(expect(family, natural, structure, twice)[0]) == pytest.approx(exact, abs=3e-3)
     with pytest.raises(PVIError, match="von Mises"):
-        find(family, natural, lambda values: jnp.cos(2 * values["angle"])[None])
+        find(family, natural, twice, "monte_carlo")
 
 
 def test_messages_to_a_drawn_gamma_are_the_gradient_in_mean_space():

@@ -278,7 +278,7 @@ def hinged(x, y):
 def test_a_kink_in_a_latent_is_none_of_it_and_a_planted_claim_is_given_up(monkeypatch):
     data = jnp.asarray(X), jnp.asarray(BINARY)
     pvi = PVI(Partition(hinged, "data", np.arange(N) % 3), AutoExponentialFamily(hinged))
-    assert pvi.info(pvi.init(KEY, *data)).expectation[0] == "quadrature over the predictors of b; draws of w"
+    assert pvi.info(pvi.init(KEY, *data)).expectation[0] == "quadrature over the predictors of b; a product rule in w"
     logits = DerivedLeaf("logits", "identity", (1.0,))
     spec = TermSpec("obs", False, (Predictor("logits", "identity", False),), (logits,), "data", -1)
     monkeypatch.setattr(product_plan, "predictor_terms", lambda _: (spec,))
