@@ -176,8 +176,10 @@ def test_batches_are_shares_of_all_draws(full, masked, tolerance):
     """Their mean is that of all draws, in everything but what is divided by."""
     program, _, _, noise, expected = look(growing, full, masked, drawn=True)
     whole = expected(noise)
-    batches = [expected(program.choose(noise._replace(batch=jnp.int32(k)), True, True)) for k in range(6)]
-    mean = jax.tree.map(lambda *x: sum(x) / 6, *batches)
+    count = program.looks_apart(noise.shared.shape[0]) - 1
+    assert count > 1 and noise.shared.shape[0] % count == 0
+    batches = [expected(program.choose(noise._replace(batch=jnp.int32(k)), True, True)) for k in range(count)]
+    mean = jax.tree.map(lambda *x: sum(x) / count, *batches)
     np.testing.assert_allclose(mean.value, whole.value, rtol=1e3 * tolerance)
     np.testing.assert_allclose(mean.target.precision, whole.target.precision, rtol=1e3 * tolerance)
     assert np.std([np.sum(b.value) for b in batches]) > 1e-3
