@@ -467,7 +467,11 @@ def proved_plan(plan: ProductPlan, expectation: str) -> ProductPlan:
     likelihood = plan.likelihood
     if names:
         likelihood = with_draws(likelihood, plan.family, names, expectation, "groups' likelihood", jumping)
-    return dataclasses.replace(plan, partition=part, likelihood=likelihood)
+    prior = plan.prior_factor
+    if prior is not None and prior.by_rule:
+        # Nothing holds a rule to others here.
+        prior = with_draws(prior, plan.family, prior.by_rule, expectation, "prior factor")
+    return dataclasses.replace(plan, partition=part, likelihood=likelihood, prior_factor=prior)
 
 
 def turns_of(components: Components, order: Any) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from .._initial import refuse_nothing_shared
 from .._saving import settings_of
 from .._state import Plan
 from ..errors import ClientError, PVIError, StateError
-from ..expectations import FactorStructure, with_draws
+from ..expectations import FactorStructure, with_draws, with_rule
 from ..factors import PartitionPlan, Planned, choose_chunk_rows, join_arguments, pack_rows, split_arguments
 from ..guides import family_of
 from ..handlers import Partition, known_labels, labels_table
@@ -220,7 +220,8 @@ class Holders:
                 self.labels[0],
             )
         part, packing = self._split(facts)
-        structure = joined_structure([one["structure"] for one in found], family, expectation)
+        size = max(part.table.sizes)
+        structure = joined_structure([one["structure"] for one in found], family, expectation, size)
         return Planned(part, packing, np.zeros(0), np.zeros(0), self._params(facts), structure=structure)
 
     def _found(self, key: Any) -> list[dict[str, Any]]:
@@ -390,8 +391,12 @@ def _joined(parts: list[PartitionPlan]) -> PartitionPlan:
     return dataclasses.replace(parts[0], likelihood=kind, unstructured=form, remarks=(), **found)
 
 
-def joined_structure(found: list[FactorStructure], family: Any, expectation: str) -> FactorStructure:
+def joined_structure(
+    found: list[FactorStructure], family: Any, expectation: str, size: int | None = None
+) -> FactorStructure:
     """What holds of all clients' factors: of every component the least, which is drawn where they have found different things.
+
+    Or at the points of a fixed rule, where the largest client's terms, ``size``, allow one: each evaluates it at its own.
 
     A component that some rows do not see is taken as the others find it, whose factors see all that any do: the factors of
     those rows are constant in it. Where no client's rows see all components, those that only others see are drawn.
@@ -425,12 +430,12 @@ def joined_structure(found: list[FactorStructure], family: Any, expectation: str
         (name, tuple(dict.fromkeys(t for one in found for n, own in one.cells if n == name for t in own)))
         for name, _ in base.cells
     )
-    # Each evaluates a product rule at its own rows.
     nodes = min(one.nodes for one in found if one.by_rule) if base.by_rule else 0
     joined = dataclasses.replace(base, roles=roles, design=design, cells=cells, nodes=nodes)
     if not differ:
         return joined
-    return with_draws(joined, family, sorted(differ), expectation, "groups' likelihood")
+    drawn = with_draws(joined, family, sorted(differ), expectation, "groups' likelihood")
+    return drawn if size is None else with_rule(drawn, family, expectation, size)
 
 
 def told_settings(pvi: Any) -> dict[str, Any]:

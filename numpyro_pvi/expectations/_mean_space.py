@@ -149,7 +149,7 @@ class FactorStructure:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing is drawn: closed form, or quadrature in components or over predictors."""
+        """Whether nothing is drawn: closed form, quadrature in components or over predictors, or a fixed rule."""
         return not self.drawn and self.design != "random"
 
     @property

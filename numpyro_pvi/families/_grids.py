@@ -98,7 +98,7 @@ class _Circle(_Real):
     circle: bool = True
 
     def around(self, natural):
-        return jnp.arctan2(natural.sin, natural.cos), jnp.ones_like(natural.cos)
+        return jnp.arctan2(natural.sin, natural.cos), 1 / jnp.sqrt(1 + jnp.hypot(natural.sin, natural.cos))
 
     def value(self, natural, u):
         return jnp.mod(u + jnp.pi, 2 * jnp.pi) - jnp.pi

@@ -27,7 +27,6 @@ from ._grids import GridRule, grid_rule
 from ._pairs import members_of
 from ._product import base_family
 from ._transformed import TransformedNormalFamily
-from ._von_mises import VonMisesFamily
 
 # Points of a distribution function, how far v reaches to either side, and the widths within which u is about linear in it before
 # it grows as v's hyperbolic sine: to 200 widths along a line; around a circle, of half whose angle the tangent grows so, to
@@ -141,9 +140,6 @@ def _summed(family: Any, rule: Any, natural: Any, z: Float[Array, "n"]) -> Float
     """
     # Where the points are is no function of the member.
     centre, width = jax.lax.stop_gradient(rule.around(natural))
-    if isinstance(family, VonMisesFamily):
-        width = 1 / jnp.sqrt(1 + jnp.hypot(natural.cos, natural.sin))
-        width = jax.lax.stop_gradient(width)
     number, reach, slow = _AROUND if rule.circle else _ALONG
     step = 2 * reach / (number - 1)
     v = jnp.asarray(np.linspace(-reach, reach, number), centre.dtype).reshape(-1, *(1,) * centre.ndim)

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float
 
 from .._numerics import value_and_grad
@@ -81,7 +81,7 @@ def rule_gaps(
         else:
             value, slope = value_and_grad(lambda v: space.average(v, rest, problem.prior_density, key))(variables)
             value, slope = value[None], jax.tree.map(lambda x: x[None], slope)
-        found = jax.vmap(lambda g: _flat(space.message(natural, variables, g, names)))(slope)
+        found = jax.vmap(lambda g: ravel_pytree(space.message(natural, variables, g, names))[0])(slope)
         return jnp.concatenate([value[:, None], found], axis=1)
 
     # One pass for all of them: most of what is compiled.
@@ -128,15 +128,17 @@ def rule_check(
         )
         message = dict(space.message(natural, variables, slope, names).parts)
         message |= {n: message[n] + x for n, x in known.items()}
-        return jnp.concatenate([value[None], _flat(ProductNatural(message))])
+        return jnp.concatenate([value[None], ravel_pytree(ProductNatural(message))[0]])
 
     every = _points(problem, structure, key)
     cubes = off[1:] + jax.lax.map(beside, jax.tree.map(lambda x: x[2:], every))
     rounding = _ROUNDING * float(jnp.finfo(off.dtype).eps) * size[0]
 
+    _, unravel = ravel_pytree(ProductNatural({n: natural.parts[n] for n in names}))
+
     def sds(flat: Float[Array, "J"]) -> Float[Array, ""]:
         """Length of a change of q's natural parameters, in its sds."""
-        found = problem.sizes(natural, _unflat(natural, names, flat)).values()
+        found = problem.sizes(natural, unravel(flat)).values()
         return jnp.sqrt(sum((jnp.sum(x**2) for x in found), start=jnp.zeros(())))
 
     gap, allowed = _judged(off[0], cubes, counted, rounding, sds)
@@ -145,7 +147,7 @@ def rule_check(
     lost = ~known_here & (jnp.sum(jnp.stack(known_there)) >= _CUBES // 2)
     gap, allowed = gap.at[0].set(jnp.where(lost, jnp.inf, gap[0])), jnp.where(jnp.isfinite(allowed), allowed, 1.0)
     here: Bool[Array, "F"] = jnp.arange(count) == worst
-    return gap[:, None] * here, jnp.broadcast_to(allowed[:, None], (len(gap), count))
+    return jnp.where(here, gap[:, None], 0.0), jnp.broadcast_to(allowed[:, None], (len(gap), count))
 
 
 def _judged(
@@ -175,15 +177,3 @@ def _judged(
     allowed = [VALUE_TOLERANCE + rounding[0], 0.5 * least, VALUE_TOLERANCE + rounding[0] + few]
     allowed = jnp.stack([*allowed, 0.5 * (least + 3 * _ERRORS * noise)])
     return gap, allowed
-
-
-def _flat(natural: ProductNatural) -> Float[Array, "J"]:
-    leaves = [jnp.ravel(x) for x in jax.tree.leaves(natural)]
-    return jnp.concatenate(leaves) if leaves else jnp.zeros((0,))
-
-
-def _unflat(like: ProductNatural, names: tuple[str, ...], flat: Float[Array, "J"]) -> ProductNatural:
-    leaves, structure = jax.tree.flatten(ProductNatural({n: like.parts[n] for n in names}))
-    ends = np.cumsum([0, *(x.size for x in leaves)])
-    parts = [flat[a:b].reshape(x.shape) for a, b, x in zip(ends[:-1], ends[1:], leaves, strict=True)]
-    return jax.tree.unflatten(structure, parts)
