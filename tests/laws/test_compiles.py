@@ -12,7 +12,7 @@ from numpyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition
 from numpyro_pvi.runtime._refinement import escalate
 from numpyro_pvi.schedules import Rule
-from numpyro_pvi.solvers import Conjugate
+from numpyro_pvi.solvers import Conjugate, NaturalGradient
 
 from .models import groups, make_linear, rows
 
@@ -83,21 +83,22 @@ def _is_program(value):
 
 
 # Turns of components look, and candidates are looked at; on draws, so is q on fresh ones after every round, in the same place.
-@pytest.mark.parametrize("drawn", [False, True])
-def test_the_likelihood_stands_in_as_few_places_as_rounds_have_of_their_own(drawn):
+@pytest.mark.parametrize("means", ["slots", "rule", "draws"])
+def test_the_likelihood_stands_in_as_few_places_as_rounds_have_of_their_own(means):
     """The state's own q, of which nothing is known before the first round, is looked at in one of them."""
 
     def model(X, y):
         a, b = (numpyro.sample(n, dist.Normal(0, 1)) for n in "ab")
-        rate = jnp.cosh(a * b) if drawn else a
+        rate = a if means == "slots" else jnp.cosh(a * b)
         with numpyro.plate("data", y.shape[0]):
             # Its digamma has no other place in a program; a sample site's own checks do not evaluate it.
             numpyro.factor("y", -(jax.lax.digamma(3.0 + jnp.exp(-(rate**2))) * y))
 
     X, y, _ = rows()
-    pvi = PVI(Partition(model, "data", groups(3)), AutoExponentialFamily(model))
+    solver = NaturalGradient(expectation="monte_carlo") if means == "draws" else None
+    pvi = PVI(Partition(model, "data", groups(3)), AutoExponentialFamily(model), solver=solver)
     state = pvi.init(jax.random.key(0), X, y)
-    assert state.plan.noisy == drawn
+    assert state.plan.noisy == (means == "draws")
     program = jax.make_jaxpr(lambda state: pvi.update(state, X, y)[1])(state).jaxpr
     assert _times(program, "digamma") == 2
 
