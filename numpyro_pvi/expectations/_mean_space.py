@@ -26,6 +26,7 @@ import numpy as np
 from jax.scipy.special import ndtri
 from jaxtyping import Array, Float, Int
 
+from .._numerics import in_batches
 from ..factors import TermSpec
 from ..families import ProductFamily, ProductNatural, base_family, levels_of, members_of, pair_rule, support_of
 from ._point_sets import fifth_degree
@@ -405,8 +406,7 @@ class MeanSpace:
                 found = jax.vmap(lambda own, part: settled(own, part, 0, 0, 0))(draws, parts)
                 return found if by_draw else jnp.mean(found)
             index = tuple(x.reshape(-1) for x in np.indices(counts))
-            many = len(index[0]) > _TOGETHER
-            found = jax.lax.map(one, index, batch_size=_TOGETHER) if many else jax.vmap(one)(index)
+            found = in_batches(one, index, _TOGETHER)
             return counts[2] * (jnp.mean(found.reshape(counts), axis=(0, 2, 3)) if by_draw else jnp.mean(found))
 
         return _continued(at, variables["coordinates"], rest["beyond"])
