@@ -124,8 +124,8 @@ def _divergence(a, other):
     ratio = other / a / share
     # Where the other is much wider both are near -1, and their difference, which share divides, is rounding.
     leading = share * a * relative_entropy(jnp.where(share > 0.5, (each - whole) / share, ratio - 1), ratio)
-    rest = jnp.sum(lgamma_bregman_rest(other, a), axis=-1) - lgamma_bregman_rest(other_total, total)[..., 0]
-    return jnp.sum(leading, axis=-1) + rest
+    rest = lgamma_bregman_rest(jnp.append(other, other_total, axis=-1), jnp.append(a, total, axis=-1))
+    return jnp.sum(leading + rest[..., :-1], axis=-1) - rest[..., -1]
 
 
 def _entropy(a):

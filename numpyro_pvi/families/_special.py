@@ -42,22 +42,28 @@ def _ladder(a, first=0):
 
 def stirling_remainder(a: Float[Array, "..."]) -> Float[Array, "..."]:
     """``r(a) = lgamma(a) - (a - 1/2) log a + a - 1/2 log 2 pi``, about 1/(12 a) for large a; a > 0."""
-    large = jnp.maximum(a, _SHIFT)
-    coefficients = [b / ((2 * k + 2) * (2 * k + 1)) for k, b in enumerate(_BERNOULLI)]
-    series = _series(coefficients, 1 / large**2) / large
     small = jnp.minimum(a, _SHIFT)
     direct = gammaln(small) - (small - 0.5) * jnp.log(small) + small - HALF_LOG_2PI
-    return jnp.where(a < _SHIFT, direct, series)
+    return jnp.where(a < _SHIFT, direct, _remainder_series(jnp.maximum(a, _SHIFT)))
+
+
+def _remainder_series(a):
+    """``r(a)`` for a >= 8."""
+    return _series([b / ((2 * k + 2) * (2 * k + 1)) for k, b in enumerate(_BERNOULLI)], 1 / a**2) / a
 
 
 def log_minus_digamma(a: Float[Array, "..."]) -> Float[Array, "..."]:
     """``phi(a) = log a - psi(a)``: positive, decreasing, 1/(2a) for large and 1/a for small a; a > 0."""
     large = jnp.where(a < _SHIFT, a + _SHIFT, a)
-    inverse = 1 / large
-    coefficients = [b / (2 * k + 2) for k, b in enumerate(_BERNOULLI)]
-    series = 0.5 * inverse + inverse**2 * _series(coefficients, inverse**2)
+    series = _digamma_series(large)
     shifted = jnp.log(a / large) + jnp.sum(1 / _ladder(a), axis=-1)
     return jnp.where(a < _SHIFT, series + shifted, series)
+
+
+def _digamma_series(a):
+    """``phi(a)`` for a >= 8."""
+    inverse = 1 / a
+    return 0.5 * inverse + inverse**2 * _series([b / (2 * k + 2) for k, b in enumerate(_BERNOULLI)], inverse**2)
 
 
 def digamma(a: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -136,23 +142,19 @@ def lgamma_bregman_rest(p: Float[Array, "..."], q: Float[Array, "..."]) -> Float
     exactly; the whole is nearly as accurate for 1e6 as for 1. ``p``: positive numbers; ``q``: positive numbers. Returns the
     rest, in nats.
     """
-    delta, ratio = (p - q) / q, p / q
-    excess = log_ratio_excess(delta, ratio)
+    gap, large = p - q, q >= _SHIFT
+    lift = jnp.where(large, 0.0, float(_SHIFT)).astype(q.dtype)
+    high_p, high_q = p + lift, q + lift
+    raised, raised_ratio = gap / high_q, high_p / high_q
     # q large, whatever p is: from r and phi. What else would be large in all of it falls out.
-    large = _large_rest(p, jnp.where(q >= _SHIFT, q, _SHIFT))
+    slope = _digamma_series(high_q) - 0.5 / high_q
+    left = stirling_remainder(high_p) - _remainder_series(high_q) + slope * gap
+    rest = left - 0.5 * log_ratio_excess(raised, raised_ratio)
     # Otherwise: lgamma(a) = lgamma(a + 8) - sum_k log(a + k), and every term is a positive divergence by itself.
-    high_p, high_q = p + _SHIFT, q + _SHIFT
-    shifted = _large_rest(high_p, high_q) + high_q * relative_entropy((p - q) / high_q, high_p / high_q)
     rungs = _ladder(q)
-    shifted = shifted - jnp.sum(log_ratio_excess((p - q)[..., None] / rungs, _ladder(p) / rungs), axis=-1)
-    small = shifted - q * (excess + delta * jnp.log(jnp.where(jnp.abs(delta) < 0.3, 1 + delta, ratio)))
-    return jnp.where(q >= _SHIFT, large, small)
-
-
-def _large_rest(p, q):
-    excess = log_ratio_excess((p - q) / q, p / q)
-    slope = log_minus_digamma(q) - 0.5 / q
-    return -0.5 * excess + (stirling_remainder(p) - stirling_remainder(q) + slope * (p - q))
+    climbed = jnp.sum(log_ratio_excess(gap[..., None] / rungs, _ladder(p) / rungs), axis=-1)
+    shifted = high_q * relative_entropy(raised, raised_ratio) - climbed - q * relative_entropy(gap / q, p / q)
+    return rest + jnp.where(large, 0.0, shifted)
 
 
 # ------------------------------------------------------------------------------------------------------ Bessel functions
