@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ._compiling import owned_jit
+from ._numerics import in_batches
 from ._state import PVIState
 from ._warnings import warn
 from .errors import ImproperError, PVIError
@@ -68,8 +69,7 @@ def map_draws(one: Callable, draws: Any, num_samples: int, elements_of: Callable
     """
     first = jax.tree.map(lambda x: x[0], draws)
     elements = sum(x.size for x in jax.tree.leaves(jax.eval_shape(elements_of or one, first)))
-    batch = max(1, min(num_samples, BATCH_ELEMENTS // max(1, elements)))
-    return jax.lax.map(one, draws, batch_size=batch)
+    return in_batches(one, draws, BATCH_ELEMENTS // max(1, elements))
 
 
 # --------------------------------------------------------------------------------------------------------- Pareto shape

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from ._numerics import in_batches
 from .families import ConditionalNatural, GaussianNatural, Vector, natural_parameters, schur_complement
 
 __all__ = [
@@ -365,7 +366,7 @@ def marginal_sites(local: LocalSites, chunk_group: Int[Array, "C"]) -> GaussianN
         return local.shared
     num_groups = local.shared.precision_mean.shape[0]
     # One chunk after another: all chunks at once would hold a D x D block for each.
-    vector, matrix = jax.lax.map(schur_complement, local.rows, batch_size=min(64, chunk_group.shape[0]))
+    vector, matrix = in_batches(schur_complement, local.rows, 64)
 
     def total(x):
         return jax.ops.segment_sum(x, chunk_group, num_groups, indices_are_sorted=True)

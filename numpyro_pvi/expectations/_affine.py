@@ -38,7 +38,7 @@ from ..factors import (
 )
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural
 from ._closed_forms import closed_form, has_closed_form
-from ._expected import Expected
+from ._expected import Expected, ProgramDefaults
 from ._rules import RULES, TOLERANCE, fixed_nodes
 from .quadrature import Share, derivatives, expect_1d, expect_2d, refined, rule_index
 
@@ -67,7 +67,7 @@ class TermNumbers(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class AffineProgram:
+class AffineProgram(ProgramDefaults):
     """Quadrature over affine predictors. ``num_rules``: how many of the quadrature rules are compiled in."""
 
     terms: tuple[TermSpec, ...]
@@ -201,7 +201,7 @@ class AffineProgram:
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedAffineProgram:
+class SharedAffineProgram(ProgramDefaults):
     """Quadrature where every chunk is all rows with the other groups' masked: the arrays are prepared once and shared.
 
     ``data``: per term, its arrays on all rows; ``masks``: a chunk to which rows count, by partitioned axis.
@@ -337,7 +337,7 @@ class RowExpected(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class RowProgram:
+class RowProgram(ProgramDefaults):
     """Single rows of affine terms.
 
     Args:
@@ -479,7 +479,7 @@ class RowNumbers(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class RowNumbersProgram:
+class RowNumbersProgram(ProgramDefaults):
     """Quadrature over one predictor per row. Its predictors are ``offset + z`` with z as q has it.
 
     ``num_rules``: how many of the quadrature rules are compiled in.

@@ -38,6 +38,7 @@ from ..families import (
     ScalarNormalFamily,
     VonMisesFamily,
     base_family,
+    is_wild,
     levels_of,
     members_of,
     pair_rule,
@@ -126,7 +127,8 @@ class _Component:
     @property
     def scales(self) -> bool:
         """Whether multiples of values span the same statistics, so that pairs of multiples are multiples of pairs."""
-        return getattr(pair_rule(self.family), "scales", False)
+        rule = pair_rule(self.family)
+        return rule is not None and rule.scales
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -220,7 +222,11 @@ def with_rule(structure: FactorStructure, family: ProductFamily, expectation: st
     if not drawn or expectation not in ("auto", "quadrature") or structure.design == "random":
         return structure
     own = [role for role in structure.roles if role.kind == "draws"]
-    if any(role.by_values or levels_of(families[role.name]) is None or _begins_wild(families, role) for role in own):
+    # A component of rows may begin at members under which expectations are infinite.
+    if any(
+        r.by_values or levels_of(families[r.name]) is None or (r.axis is not None and is_wild(families[r.name]))
+        for r in own
+    ):
         return structure
     roles = tuple(dataclasses.replace(r, kind="rule") if r.name in drawn else r for r in structure.roles)
     axes = rule_axes(family, roles)
@@ -235,11 +241,6 @@ def with_rule(structure: FactorStructure, family: ProductFamily, expectation: st
         if nodes**axes <= affordable or (axes <= 2 and nodes == least):
             return dataclasses.replace(found, nodes=nodes)
     return found if axes > 2 and 2 * axes**2 + 1 <= max(affordable, _AS_DRAWS) else structure
-
-
-def _begins_wild(families: dict[str, Any], role: LatentRole) -> bool:
-    """Whether a component of rows is one under some of whose members expectations are infinite."""
-    return role.axis is not None and getattr(pair_rule(families[role.name]), "wild", False)
 
 
 def with_draws(
@@ -421,7 +422,7 @@ def _role_of(component: _Component, asked: _Asked, values: np.ndarray, expectati
     tolerance = _TOLERANCE[values.dtype.name]
     none, single = values[asked.none], _see_one(values, asked.none, asked.all, asked.subsets)
     rule = pair_rule(component.family)
-    if component.pairs is None or expectation == "monte_carlo" or (getattr(rule, "marginal", False) and not single):
+    if rule is None or expectation == "monte_carlo" or (rule.marginal and not single):
         return LatentRole(name, "draws", single=single)
     # Terms that see one member each: of several members, by the places that their entries come from.
     one = int(np.prod(component.members)) == 1 or form.place is not None
@@ -431,13 +432,13 @@ def _role_of(component: _Component, asked: _Asked, values: np.ndarray, expectati
     if not form.forbids(values.dtype == np.float32, name) and _seems_affine(asked, values, single, tolerance):
         return LatentRole(name, "exact", single=single)
     # A kink may hide from values that a term sees several members.
-    nodes = single and getattr(rule, "nodes", False) and (one or not form.kink)
+    nodes = single and rule.nodes and (one or not form.kink)
     return LatentRole(name, "quadrature" if nodes else "draws", single=single, proved=bool(nodes and one))
 
 
 def _not_wild(role: LatentRole, family: Any) -> LatentRole:
     """A role without nodes where expectations at them are infinite under some members."""
-    wild = role.kind == "quadrature" and getattr(pair_rule(family), "wild", False)
+    wild = role.kind == "quadrature" and is_wild(family)
     return dataclasses.replace(role, kind="draws", proved=False) if wild else role
 
 
@@ -529,7 +530,8 @@ def _by_predictors(
 
 def _is_normal(family: Any) -> bool:
     """Whether a component's values are normal, of which linear functions are."""
-    return getattr(pair_rule(family), "normal", False)
+    rule = pair_rule(family)
+    return rule is not None and rule.normal
 
 
 def _agree(ours: np.ndarray, theirs: np.ndarray, tolerance: float) -> bool:

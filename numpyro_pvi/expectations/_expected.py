@@ -67,6 +67,18 @@ def sum_by_group(chunks: Expected, chunk_group: Int[Array, "C"], num_groups: int
     )
 
 
+class ProgramDefaults:
+    """What rounds ask every program: how its points are chosen, where it has any.
+
+    ``mode``: "auto" where fixed points give way to draws; ``refinable``: whether a product rule may take the place of these;
+    ``begins_finer``: whether such a rule is what is tried first.
+    """
+
+    mode: str = ""
+    refinable: bool = False
+    begins_finer: bool = False
+
+
 # ------------------------------------------------------------------------------------------------------------ quadratic
 # Expectations of factors that are quadratic in theta: read off once, in closed form ever after (CVI's conjugate
 # computation).
@@ -82,7 +94,7 @@ def read_quadratic(density: Callable[[Float[Array, "D"]], Float[Array, ""]], ori
 
 
 @dataclasses.dataclass(frozen=True)
-class QuadraticProgram:
+class QuadraticProgram(ProgramDefaults):
     """``f(theta) = c + h^T theta - 1/2 theta^T P theta``, one (c, h, P) per group.
 
     ``family``: the Gaussian family of q.

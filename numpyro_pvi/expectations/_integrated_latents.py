@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from .._numerics import diagonal, grad, inverse_root, scaled_cholesky, symmetrise, value_and_grad
+from .._numerics import diagonal, grad, in_batches, inverse_root, scaled_cholesky, symmetrise, value_and_grad
 from ..families import ConditionalNatural, GaussianFamily, GaussianMoments, GaussianNatural, conditional_moments
-from ._expected import Expected
+from ._expected import Expected, ProgramDefaults
 from ._local_latents import LocalChunk, pick
 from ._tilted import normal_cloud
 
@@ -206,7 +206,7 @@ _SEED = 0x1A7
 
 
 @dataclasses.dataclass(frozen=True)
-class IntegratedProgram:
+class IntegratedProgram(ProgramDefaults):
     """``E_q`` of ``log p(y_m | theta)`` with a group's own latents integrated out at every theta.
 
     The value is that of q(theta) with the exact conditional of the local latents, ``E_q[log int p(y, z | theta) dz]``, a
@@ -281,10 +281,7 @@ class IntegratedProgram:
         return normal_cloud(jax.random.key(_SEED), self.family.dim, self._count, dtype).eps
 
     def _map(self, look: Callable, points: Float[Array, "S D"], chunk: LocalChunk) -> Any:
-        batch = max(1, _AT_ONCE // self.cost(chunk.rows.linear.shape[-1]))
-        if batch >= points.shape[0]:
-            return jax.vmap(look)(points)
-        return jax.lax.map(look, points, batch_size=batch)
+        return in_batches(look, points, _AT_ONCE // self.cost(chunk.rows.linear.shape[-1]))
 
     def _expected(self, value, slope, eps, moments: GaussianMoments, probe: Any) -> Expected:
         """Averages over points (leading axis S; any group axis behind it), curvature by Stein's identity."""

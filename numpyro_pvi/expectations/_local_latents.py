@@ -22,7 +22,7 @@ from ..families import (
     bounded_precision,
     conditional_moments,
 )
-from ._expected import Expected
+from ._expected import Expected, ProgramDefaults
 from ._point_sets import FixedRule, JointRules, differing
 from ._tilted import shifted_normals
 
@@ -209,7 +209,7 @@ def _symmetric(curvature: _Curvature) -> _Curvature:
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalLatentProgram:
+class LocalLatentProgram(ProgramDefaults):
     """``E_q`` of a chunk's log density and local entropy over shared and local latents, by antithetic draws with Hessians.
 
     The value is the local ELBO given q(theta), ``E_q[log p(y, z | theta)] + E_q[H(q(z | theta))]``; the target is the

@@ -475,11 +475,12 @@ class MeanSpace:
         found, begin = {}, 0
         for role, family in self._components("rule"):
             rule, natural = _levels(family), naturals[role.name]
-            u, own = rule.coordinates(natural, at.levels), level_shape(family, role)
+            u, own = rule.at_levels(natural, at.levels), level_shape(family, role)
             count = int(np.prod(own))
             picked = at.index[:, begin : begin + count].reshape(-1, *own)
             picked = jnp.broadcast_to(picked, (len(picked), *u.shape[1:]))
-            found[role.name] = rule.points(natural, jnp.take_along_axis(u, picked, axis=0))
+            u = rule.of_levels(jnp.take_along_axis(u, picked, axis=0))
+            found[role.name] = rule.value(natural, u), rule.statistics(natural, u)
             begin += count
         return found, at.shares
 
@@ -574,7 +575,8 @@ def latin_cube(key: Any, count: int, axes: int) -> RulePoints:
 
 def level_shape(family: Any, role: LatentRole) -> tuple[int, ...]:
     """Axes of a component in a fixed rule: members that no term sees two of share theirs."""
-    return (*(_own_members(family, role) or (1,) * len(members_of(family))), _levels(family).axes)
+    own, levels = _own_members(family, role) or (1,) * len(members_of(family)), _levels(family).levels
+    return (*own, levels) if levels else own
 
 
 def rule_axes(family: ProductFamily, roles: Collection[LatentRole]) -> int:

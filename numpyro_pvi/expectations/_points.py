@@ -27,11 +27,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from .._numerics import all_finite, clip_to_psd, grad, invert_lower, value_and_grad
+from .._numerics import all_finite, clip_to_psd, grad, in_batches, invert_lower, value_and_grad
 from ..factors import term_log_prob
 from ..families import GaussianFamily, GaussianMoments, NormalFamily
 from ._affine import AffineProgram, SharedAffineProgram
-from ._expected import Expected, QuadraticProgram
+from ._expected import Expected, ProgramDefaults, QuadraticProgram
 from ._integrated_latents import IntegratedProgram
 from ._point_sets import (
     PointSet,
@@ -46,7 +46,7 @@ from ._point_sets import (
 
 
 @dataclasses.dataclass(frozen=True)
-class PointsProgram:
+class PointsProgram(ProgramDefaults):
     """``E_q`` of a factor without structure, by values and gradients.
 
     ``log_density``: ``(data, point) -> nats``, the factor on one chunk's rows; ``mode``: "sigma_points" (the same points at
@@ -291,7 +291,7 @@ _ENOUGH = 6
 
 
 @dataclasses.dataclass(frozen=True)
-class ReparameterisedProgram:
+class ReparameterisedProgram(ProgramDefaults):
     """``E_q`` by pairs ``theta = loc +- sd * eps``, with two gradients and no Hessian a pair.
 
     The gradient is ``E[grad f]``; the diagonal of the curvature is Stein's identity under the reparameterisation,
@@ -467,7 +467,4 @@ def log_densities_at(program: Any, chunk: Any, points: Float[Array, "S D"]) -> F
     rows = max((x.shape[0] for x in jax.tree.leaves(chunk) if jnp.ndim(x) > 0), default=1)
     if isinstance(program, IntegratedProgram):
         rows = program.cost(chunk.rows.linear.shape[-1])
-    batch = max(1, min(points.shape[0], _AT_ONCE // rows))
-    if batch >= points.shape[0]:
-        return jax.vmap(lambda point: log_density_at(program, chunk, point))(points)
-    return jax.lax.map(lambda point: log_density_at(program, chunk, point), points, batch_size=batch)
+    return in_batches(lambda point: log_density_at(program, chunk, point), points, _AT_ONCE // rows)

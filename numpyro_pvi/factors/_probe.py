@@ -17,7 +17,7 @@ from numpyro import handlers
 from numpyro.distributions.transforms import biject_to
 
 from .._compiling import look, look_again, loops_on
-from .._numerics import grad
+from .._numerics import grad, in_batches
 from ..handlers import FullPlates, RowAxes
 from ._arguments import ReadByValue, is_dynamic, split_arguments
 from ._chunks import GroupMasks, Packing, Reading
@@ -400,7 +400,7 @@ class _StaticArgs:
         def chunk(chunk):
             return self._all_rows(self.reading.call(call, chunk), point)
 
-        return jax.lax.map(chunk, packing.chunks, batch_size=min(16, packing.rows.shape[0]))
+        return in_batches(chunk, packing.chunks, 16)
 
 
 def _real(value) -> Array:
@@ -523,8 +523,7 @@ def _apart(looks: list[dict]) -> tuple[dict, Float[Array, "2"]]:
 def _over_points(look, points: Float[Array, "P D"], arrays: list):
     """All points at once, or one after another where a model's own arrays are so large that many looks would not fit."""
     size = sum(x.size * x.dtype.itemsize for x in arrays) + points[0].size * points.dtype.itemsize
-    batch = max(1, _LOOK_BYTES // max(size, 1))
-    return jax.vmap(look)(points) if batch >= points.shape[0] else jax.lax.map(look, points, batch_size=batch)
+    return in_batches(look, points, _LOOK_BYTES // max(size, 1))
 
 
 def _robust_moments(draws: Float[Array, "S *shape"]) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:

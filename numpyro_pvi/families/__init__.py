@@ -57,10 +57,9 @@ from ._gaussian import (
     conditional_moments,
     schur_complement,
 )
-from ._grids import GridRule, grid_rule
-from ._levels import Levels, levels_of
+from ._grids import GridDefaults, GridRule, grid_rule, levels_of
 from ._markov import MarkovGaussianFamily, MarkovMean, MarkovNatural, MarkovNormal
-from ._pairs import PairRule, members_of, pair_rule
+from ._pairs import PairDefaults, PairRule, is_wild, members_of, pair_rule
 from ._product import (
     BlockNormalFamily,
     IndependentFamily,
@@ -127,12 +126,12 @@ __all__ = [
     "GaussianMean",
     "GaussianMoments",
     "GaussianNatural",
+    "GridDefaults",
     "GridRule",
     "IndependentFamily",
     "InverseGammaFamily",
     "InverseGammaMean",
     "InverseGammaNatural",
-    "Levels",
     "levels_of",
     "LogNormalFamily",
     "LogNormalMean",
@@ -143,6 +142,7 @@ __all__ = [
     "MarkovNormal",
     "MultivariateNormalFamily",
     "NormalFamily",
+    "PairDefaults",
     "PairRule",
     "ProductFamily",
     "ProductMean",
@@ -173,6 +173,7 @@ __all__ = [
     "family_for",
     "grid_rule",
     "implicit_inverse",
+    "is_wild",
     "inner",
     "marginal_distance",
     "members_of",

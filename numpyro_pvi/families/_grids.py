@@ -3,6 +3,10 @@
 The integral of a density over such a coordinate u is a plain sum over evenly spaced points to about rounding, because the
 integrand is analytic and vanishes at both ends (or is periodic). Logarithms and logits do that for gammas and betas, however
 small their concentrations, and keep the statistics of values that round to an end of the support.
+
+Product rules have their nodes in *levels* of standard normals, independent along every axis: ``theta = F^-1(Phi(z))``, so that
+Gauss and Hermite's rule in z, whose weights are those of all members, is a rule for each. Normals are affine in z, gammas have a
+table, and the stick lengths of a Dirichlet are betas.
 """
 
 from __future__ import annotations
@@ -13,11 +17,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 from numpyro.distributions import constraints
 
 from ._base import Family
-from ._dirichlet import BetaFamily, BetaMean, DirichletFamily, DirichletMean
+from ._dirichlet import BetaFamily, BetaMean, BetaNatural, DirichletFamily, DirichletMean
 from ._gamma import (
     ExponentialLawFamily,
     ExponentialMean,
@@ -26,7 +30,9 @@ from ._gamma import (
     InverseGammaFamily,
     InverseGammaMean,
 )
+from ._gamma_quantiles import log_gamma_quantile
 from ._gaussian import LogNormalFamily, LogNormalMean, MultivariateNormalFamily, NormalFamily, ScalarNormalFamily
+from ._levels import at_levels
 from ._product import base_family
 from ._transformed import TransformedNormalFamily
 from ._von_mises import VonMisesFamily
@@ -37,7 +43,13 @@ class GridRule(Protocol):
     """How a family's values are reached from coordinates u; what every implementor owes.
 
     Values, statistics and coordinates have the members' axes behind those of the points. ``circle`` says that u is an angle.
+    :class:`GridDefaults` has the rest beside ``around``, ``value``, ``statistics`` and ``log_slope``.
     """
+
+    @property
+    def family(self) -> Any:
+        """Whose values."""
+        ...
 
     @property
     def circle(self) -> bool:
@@ -69,19 +81,72 @@ class GridRule(Protocol):
         """log of du's image, ``log |d theta / du|``, one number per coordinate."""
         ...
 
+    @property
+    def levels(self) -> int | None:
+        """Independent levels of a member: D of them on a last axis, 0 for one without an axis of its own; None without any."""
+        ...
+
+    def at_levels(self, natural: Any, z: Float[Array, "n"]) -> Float[Array, "n *members levels"]:
+        """What each level alone says of coordinates, at the same levels in all of them.
+
+        Differentiable in the natural parameters. ``z``: between -9 and 9.
+        """
+        ...
+
+    def of_levels(self, found: Float[Array, "S *members levels"]) -> Array:
+        """The coordinates that levels say together, each taken of :meth:`at_levels` at its own z."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
-class _Real:
+class GridDefaults:
+    """What follows from the rest of a rule: see :class:`GridRule`.
+
+    ``family``: whose values; those of numbers have a level each, by a distribution function that is summed.
+    """
+
     family: Any
     circle: bool = False
     lacks: int = 0
 
+    @property
+    def levels(self) -> int | None:
+        """One for every member, where an event is a number; else None."""
+        return None if self.family.event_shape or self.lacks else 0
+
+    def held(self, u: Array) -> Array:
+        """The coordinates themselves."""
+        return u
+
+    def at_levels(self, natural: Any, z: Float[Array, "n"]) -> Array:
+        """By a sum over points; see :func:`._levels.at_levels`."""
+        return at_levels(self, natural, z)
+
+    def of_levels(self, found: Array) -> Array:
+        """The coordinates themselves."""
+        return found
+
+
+class _Affine:
+    """Coordinates that are normal."""
+
+    def at_levels(self: Any, natural: Any, z: Array) -> Array:
+        centre, width = self.around(natural)
+        return centre + width * z.reshape(-1, *(1,) * jnp.ndim(centre))
+
+
+def _log_gamma(z, a):
+    return jax.vmap(lambda level: log_gamma_quantile(level, a))(z)
+
+
+class _Real(_Affine, GridDefaults):
+    @property
+    def levels(self):
+        return 0
+
     def around(self, natural):
         first, precision = jax.tree.leaves(natural)
         return first / precision, 1 / jnp.sqrt(precision)
-
-    def held(self, u):
-        return u
 
     def value(self, natural, u):
         return u
@@ -94,7 +159,7 @@ class _Real:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Circle(_Real):
+class _Circle(GridDefaults):
     circle: bool = True
 
     def around(self, natural):
@@ -103,30 +168,37 @@ class _Circle(_Real):
     def value(self, natural, u):
         return jnp.mod(u + jnp.pi, 2 * jnp.pi) - jnp.pi
 
+    def statistics(self, natural, u):
+        return self.family.sufficient_statistics(u)
 
-@dataclasses.dataclass(frozen=True)
-class _Vector(_Real):
+    def log_slope(self, natural, u):
+        return jnp.zeros_like(u)
+
+
+class _Vector(_Affine, GridDefaults):
     """Coordinates in which q is a standard normal."""
+
+    @property
+    def levels(self):
+        return self.family.dim
 
     def around(self, natural):
         return jnp.zeros_like(natural.precision_mean), jnp.ones_like(natural.precision_mean)
 
     def value(self, natural, u):
         moments = self.family.moments(natural)
-        return moments.loc + jnp.einsum("ij,...j->...i", moments.scale, u)
+        return moments.loc + jnp.einsum("...ij,...j->...i", moments.scale, u)
 
     def statistics(self, natural, u):
         return self.family.sufficient_statistics(self.value(natural, u))
 
     def log_slope(self, natural, u):
         share = -0.5 * self.family.moments(natural).log_det_precision / self.family.dim
-        return jnp.full_like(u, share)
+        return jnp.broadcast_to(jnp.asarray(share)[..., None], u.shape)
 
 
-class _Log:
+class _Log(GridDefaults):
     """u = log x of positive values."""
-
-    circle, lacks = False, 0
 
     def held(self, u):
         # The square of the largest is a number still.
@@ -144,7 +216,7 @@ def _exp(u):
     return jnp.exp(jnp.minimum(u, 0.98 * math.log(float(jnp.finfo(u.dtype).max))))
 
 
-class _LogNormal(_Log):
+class _LogNormal(_Affine, _Log):
     def around(self, natural):
         return (natural.log + 1) / natural.precision, 1 / jnp.sqrt(natural.precision)
 
@@ -160,6 +232,9 @@ class _Gamma(_Log):
     def statistics(self, natural, u):
         return GammaMean(u, -_exp(u))
 
+    def at_levels(self, natural, z):
+        return _log_gamma(z, natural.log + 1) - jnp.log(natural.rate)
+
 
 class _InverseGamma(_Log):
     def around(self, natural):
@@ -169,6 +244,10 @@ class _InverseGamma(_Log):
     def statistics(self, natural, u):
         return InverseGammaMean(-u, -_exp(-u))
 
+    def at_levels(self, natural, z):
+        # Of 1/x the tails change places.
+        return jnp.log(natural.rate) - _log_gamma(-z, natural.log - 1)
+
 
 class _Exponential(_Log):
     def around(self, natural):
@@ -177,11 +256,12 @@ class _Exponential(_Log):
     def statistics(self, natural, u):
         return ExponentialMean(-_exp(u))
 
+    def at_levels(self, natural, z):
+        return _log_gamma(z, jnp.ones_like(natural.rate)) - jnp.log(natural.rate)
 
-class _Beta:
+
+class _Beta(GridDefaults):
     """u = logit x."""
-
-    circle, lacks = False, 0
 
     def around(self, natural):
         a, b = natural.log + 1, natural.log_complement + 1
@@ -201,17 +281,30 @@ class _Beta:
         return jax.nn.log_sigmoid(u) + jax.nn.log_sigmoid(-u)
 
 
-class _Dirichlet:
-    """u = log of the shares over the last one."""
+@dataclasses.dataclass(frozen=True)
+class _Dirichlet(GridDefaults):
+    """u = log of the shares over the last one; levels are of sticks, every share among itself and those behind it."""
 
-    circle, lacks = False, 1
+    lacks: int = 1
+
+    @property
+    def levels(self):
+        return self.family.event_shape[0] - 1
+
+    def at_levels(self, natural, z):
+        """Log odds of sticks, which are betas."""
+        a = natural.log + 1
+        behind = jnp.flip(jnp.cumsum(jnp.flip(a, -1), -1), -1)[..., 1:]
+        return at_levels(_Beta(BetaFamily()), BetaNatural(a[..., :-1] - 1, behind - 1), z)
+
+    def of_levels(self, found):
+        left = jnp.cumsum(jax.nn.log_sigmoid(-found), -1)
+        logs = jax.nn.log_sigmoid(found) + jnp.concatenate([jnp.zeros_like(left[..., :1]), left[..., :-1]], -1)
+        return logs - left[..., -1:]
 
     def around(self, natural):
         a, last = natural.log[..., :-1] + 1, natural.log[..., -1:] + 1
         return jnp.log(a / last), jnp.sqrt(1 / a + 1 / last)
-
-    def held(self, u):
-        return u
 
     def _logs(self, u):
         return jax.nn.log_softmax(jnp.concatenate([u, jnp.zeros_like(u[..., :1])], axis=-1), axis=-1)
@@ -229,11 +322,16 @@ class _Dirichlet:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Transformed:
+class _Transformed(_Affine):
     """The coordinates in which q is normal, of a vector those in which it is standard normal."""
 
     family: TransformedNormalFamily
     circle: bool = False
+    of_levels = GridDefaults.of_levels
+
+    @property
+    def levels(self):
+        return self._normal.levels
 
     @property
     def lacks(self):
@@ -298,12 +396,22 @@ def grid_rule(family: Family) -> GridRule | None:
     rules: dict[type, Any] = {
         ScalarNormalFamily: _Real(family),
         NormalFamily: _Real(family),
-        LogNormalFamily: _LogNormal(),
-        GammaFamily: _Gamma(),
-        InverseGammaFamily: _InverseGamma(),
-        ExponentialLawFamily: _Exponential(),
-        BetaFamily: _Beta(),
-        DirichletFamily: _Dirichlet(),
+        LogNormalFamily: _LogNormal(family),
+        GammaFamily: _Gamma(family),
+        InverseGammaFamily: _InverseGamma(family),
+        ExponentialLawFamily: _Exponential(family),
+        BetaFamily: _Beta(family),
+        DirichletFamily: _Dirichlet(family),
         VonMisesFamily: _Circle(family),
     }
     return rules.get(type(family)) or family.grid_rule
+
+
+def levels_of(family: Family) -> GridRule | None:
+    """How a family's members are reached from levels of standard normals.
+
+    ``family``: a family; repetitions are looked through. Returns its coordinates; None where they have no levels: of families over
+    finitely many values, chains and matrices.
+    """
+    rule = grid_rule(family)
+    return None if rule is None or rule.levels is None else rule

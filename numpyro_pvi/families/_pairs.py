@@ -63,24 +63,54 @@ ANCHOR_GAP = 0.5 * math.log1p(-(HALF_WIDTH**2))
 class PairRule(Protocol):
     """How a family's pairs are found; what every implementor owes. Leading axes of everything are batch axes.
 
-    ``axes`` is the number of signs per member: 0 stands for one sign without an axis of its own, D for D of them on a last
-    axis. ``anchored`` says whether :meth:`anchor` gives other coordinates. A rule may have ``scales = True``: the mean
-    statistics of multiples of values are a function of the values' own; and ``normal = True``: values are normal, and coordinates
-    have the methods of :class:`LocVariance`. Where a rule has ``nodes = True``, ``at_nodes(coordinates, z)`` are the values at the
-    levels of a standard normal's ``z``, a function of ``node_coordinates(natural)`` with a derivative, from which
-    ``node_message`` makes natural parameters; ``tamed(natural)`` is a member near by at which expectations are finite, and ``wild =
-    True`` says that those under some members are not. ``value`` and ``inverse`` lead from coordinates that are normal to values
-    and back, where values are images of these; None where they are normal themselves.
+    :class:`PairDefaults` has the rest beside ``coordinates``, ``points``, ``message``, ``fit`` and ``probe``. Where a rule has
+    ``nodes``, it has these too: ``at_nodes(coordinates, z)``, the values at the levels of a standard normal's ``z``, a function of
+    ``node_coordinates(natural)`` with a derivative, and ``node_message``, which makes natural parameters of that.
     """
 
     @property
     def axes(self) -> int:
-        """Signs per member; see the class."""
+        """Signs per member: 0 stands for one sign without an axis of its own, D for D of them on a last axis."""
         ...
 
     @property
     def anchored(self) -> bool:
-        """Whether the average is taken at other coordinates than q's."""
+        """Whether the average is taken at other coordinates than q's, those of :meth:`anchor`."""
+        ...
+
+    @property
+    def marginal(self) -> bool:
+        """Whether pairs are those of members' marginals, and of use for terms that see one member each alone."""
+        ...
+
+    @property
+    def scales(self) -> bool:
+        """Whether the mean statistics of multiples of values are a function of the values' own."""
+        ...
+
+    @property
+    def normal(self) -> bool:
+        """Whether values are normal; coordinates have the methods of :class:`LocVariance` then."""
+        ...
+
+    @property
+    def nodes(self) -> bool:
+        """Whether values at any level of a standard normal may be asked for; see the class."""
+        ...
+
+    @property
+    def wild(self) -> bool:
+        """Whether expectations at nodes are infinite under some members."""
+        ...
+
+    @property
+    def value(self) -> Any:
+        """A function from coordinates that are normal to values that are images of these; None of others."""
+        ...
+
+    @property
+    def inverse(self) -> Any:
+        """The way back from ``value``; None of others."""
         ...
 
     def coordinates(self, natural: Any) -> Any:
@@ -106,6 +136,32 @@ class PairRule(Protocol):
     def probe(self, natural: Any, key: Any, count: int) -> Array:
         """Values around q's location, ``count`` on a leading axis: spread moderately, whatever q's width."""
         ...
+
+    def tamed(self, natural: Any) -> Any:
+        """A member near by at which expectations at nodes are finite."""
+        ...
+
+
+class PairDefaults:
+    """What follows from the rest of a rule, and what most rules do not have: see :class:`PairRule`."""
+
+    axes: int = 0
+    anchored: bool = False
+    marginal: bool = False
+    scales: bool = False
+    normal: bool = False
+    nodes: bool = False
+    wild: bool = False
+    value: Any = None
+    inverse: Any = None
+
+    def anchor(self: Any, natural: Any) -> Any:
+        """Coordinates of q itself."""
+        return self.coordinates(natural)
+
+    def tamed(self, natural: Any) -> Any:
+        """The member itself."""
+        return natural
 
 
 class LocVariance(NamedTuple):
@@ -184,7 +240,7 @@ class Means(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class BetaPairs:
+class BetaPairs(PairDefaults):
     """Pairs of a beta: two points of the unit interval with given mean logarithms of x and of 1 - x.
 
     Coordinates are the mean statistics themselves, ``(E log x, E log(1 - x))``, of shape batch. The points have the
@@ -238,7 +294,7 @@ class BetaPairs:
 
 
 @dataclasses.dataclass(frozen=True)
-class DirichletPairs:
+class DirichletPairs(PairDefaults):
     """Pairs of a Dirichlet: two points of the simplex with given mean logarithms.
 
     The coordinates are the mean statistics, ``E log x_k``, of shape batch x K. The points are ``x_+- = exp(E log x +-
@@ -295,7 +351,7 @@ class DirichletPairs:
 
 
 @dataclasses.dataclass(frozen=True)
-class WishartPairs:
+class WishartPairs(PairDefaults):
     """Pairs of a Wishart: two multiples of its mean matrix with given mean log determinant.
 
     Coordinates are ``mean = E X``, batch x D x D, and ``gap = (E log det X - log det E X) / D <= 0``, of shape batch.
@@ -352,7 +408,7 @@ class WishartPairs:
 
 
 @dataclasses.dataclass(frozen=True)
-class VonMisesPairs:
+class VonMisesPairs(PairDefaults):
     """Pairs of a von Mises: two angles with given mean cosine and sine.
 
     Coordinates are the mean statistics ``(E cos x, E sin x)``, of shape batch, a point inside the unit circle at the
@@ -408,7 +464,7 @@ def _wrap(angle):
 
 
 @dataclasses.dataclass(frozen=True)
-class ChainPairs:
+class ChainPairs(PairDefaults):
     """Pairs of a :class:`MarkovGaussianFamily`: coordinates are those of the marginals q(x_t), states are members.
 
     A sum of terms of one state each has the same expectation under q as under the product of q's marginals, which a Kalman
@@ -443,10 +499,6 @@ class ChainPairs:
         own = MultivariateNormalFamily(loc.shape[-1])
         return self.base.coordinates(own.from_loc_covariance(loc, covariance))
 
-    def anchor(self, natural: MarkovNatural) -> Any:
-        """The coordinates: a chain's are not anchored elsewhere."""
-        return self.coordinates(natural)
-
     def points(self, coordinates: Any, signs: Any) -> Any:
         """Values of all states, (..., T) or (..., T, D)."""
         return self.base.points(coordinates, signs)
@@ -464,10 +516,6 @@ class ChainPairs:
 
     node_coordinates, at_nodes, node_message = coordinates, points, message
 
-    def tamed(self, natural: MarkovNatural) -> MarkovNatural:
-        """A chain as it is."""
-        return natural
-
     def probe(self, natural: MarkovNatural, key: Any, count: int) -> Any:
         """Draws of whole chains."""
         return self.family.sample(natural, key, (count,))
@@ -477,7 +525,7 @@ class ChainPairs:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Normal:
+class _Normal(PairDefaults):
     """Of numbers that are normal, or whose ``coordinates`` are; ``shift``: what is added to the first natural parameter."""
 
     kind: Any
@@ -497,9 +545,6 @@ class _Normal:
         first, precision = jax.tree.leaves(natural)
         return LocVariance((first + self.shift) / precision, 1 / precision)
 
-    def anchor(self, natural):
-        return self.coordinates(natural)
-
     def points(self, coordinates, signs):
         x = coordinates.loc + signs * jnp.sqrt(coordinates.variance)
         return x if self.value is None else self.value(x)
@@ -514,9 +559,6 @@ class _Normal:
 
     node_coordinates, at_nodes, node_message = coordinates, points, message
 
-    def tamed(self, natural):
-        return natural
-
     def probe(self, natural, key, count):
         loc, variance = self.coordinates(natural)
         noise = jax.random.normal(key, (count, *loc.shape), loc.dtype)
@@ -527,7 +569,7 @@ class _Normal:
 
 
 @dataclasses.dataclass(frozen=True)
-class _NormalVector:
+class _NormalVector(PairDefaults):
     """Of vectors that are normal, or whose ``coordinates`` are."""
 
     family: MultivariateNormalFamily
@@ -546,9 +588,6 @@ class _NormalVector:
     def coordinates(self, natural):
         moments = self.family.moments(natural)
         return LocRoot(moments.loc, moments.scale)
-
-    def anchor(self, natural):
-        return self.coordinates(natural)
 
     def points(self, coordinates, signs):
         x = coordinates.loc + jnp.einsum("...ij,...j->...i", coordinates.root, signs)
@@ -575,8 +614,8 @@ class _NormalVector:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Gamma:
-    inverse: bool = False
+class _Gamma(PairDefaults):
+    reciprocal: bool = False
     nodes: bool = True
     wild: bool = True
     axes: int = 0
@@ -597,29 +636,29 @@ class _Gamma:
 
     def points(self, coordinates, signs):
         y = coordinates.mean * (1 + signs * jnp.sqrt(-jnp.expm1(2 * coordinates.gap)))
-        return 1 / y if self.inverse else y
+        return 1 / y if self.reciprocal else y
 
     def message(self, coordinates, gradient):
         rate = gradient.gap / coordinates.mean - gradient.mean
-        return (InverseGammaNatural if self.inverse else GammaNatural)(gradient.gap, rate)
+        return (InverseGammaNatural if self.reciprocal else GammaNatural)(gradient.gap, rate)
 
     def node_coordinates(self, natural):
         return Rates(*self._rates(natural))
 
     def at_nodes(self, coordinates, z):
         # Of 1/x the tails change places.
-        log_y = log_gamma_quantile(-z if self.inverse else z, coordinates.concentration) - jnp.log(coordinates.rate)
-        return jnp.exp(-log_y if self.inverse else log_y)
+        log_y = log_gamma_quantile(-z if self.reciprocal else z, coordinates.concentration) - jnp.log(coordinates.rate)
+        return jnp.exp(-log_y if self.reciprocal else log_y)
 
     def node_message(self, coordinates, gradient):
-        family: Any = InverseGammaFamily() if self.inverse else GammaFamily()
-        kind = InverseGammaNatural if self.inverse else GammaNatural
+        family: Any = InverseGammaFamily() if self.reciprocal else GammaFamily()
+        kind = InverseGammaNatural if self.reciprocal else GammaNatural
         slope = jax.tree.unflatten(jax.tree.structure(jax.eval_shape(family.natural_to_mean, family.zeros())), gradient)
         return family.fisher_solve(kind(coordinates.concentration + self._more, coordinates.rate), slope)
 
     @property
     def _more(self):
-        return 1 if self.inverse else -1
+        return 1 if self.reciprocal else -1
 
     def tamed(self, natural):
         a, b = self._rates(natural)
@@ -627,27 +666,24 @@ class _Gamma:
         return type(natural)(a * more + self._more, b * more)
 
     def fit(self, values):
-        y = 1 / values if self.inverse else values
+        y = 1 / values if self.reciprocal else values
         mean = jnp.mean(y, axis=0)
         return MeanGap(mean, jnp.mean(jnp.log(y), axis=0) - jnp.log(mean))
 
     def probe(self, natural, key, count):
         a, b = self._rates(natural)
         y = a / b * jnp.exp(0.7 * jax.random.normal(key, (count, *a.shape), a.dtype))
-        return 1 / y if self.inverse else y
+        return 1 / y if self.reciprocal else y
 
 
 @dataclasses.dataclass(frozen=True)
-class _Exponential:
+class _Exponential(PairDefaults):
     axes: int = 0
     anchored: bool = False
     scales: bool = True
 
     def coordinates(self, natural):
         return Means(1 / natural.rate)
-
-    def anchor(self, natural):
-        return self.coordinates(natural)
 
     def points(self, coordinates, signs):
         return coordinates.first * (1 + 0.5 * signs)
@@ -694,12 +730,18 @@ def pair_rule(family: Family) -> PairRule | None:
         NormalFamily: _Normal(GaussianNatural),
         LogNormalFamily: _Normal(LogNormalNatural, 1.0, jnp.exp, jnp.log),
         GammaFamily: _Gamma(),
-        InverseGammaFamily: _Gamma(inverse=True),
+        InverseGammaFamily: _Gamma(reciprocal=True),
         ExponentialLawFamily: _Exponential(),
         BetaFamily: BetaPairs(),
         VonMisesFamily: VonMisesPairs(),
     }
     return rules.get(type(family)) or family.pair_rule
+
+
+def is_wild(family: Family) -> bool:
+    """Whether expectations at nodes are infinite under some of a family's members."""
+    rule = pair_rule(family)
+    return rule is not None and rule.wild
 
 
 def members_of(family: Family) -> tuple[int, ...]:

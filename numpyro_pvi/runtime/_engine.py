@@ -183,7 +183,7 @@ def settle(
     whether rounds stand still, which contradicts fixed points: their messages do not lead up their own values. Returns the
     evaluation; its rule carries the decision.
     """
-    able = jnp.asarray([getattr(p, "mode", "") == "auto" for p in (problem.program, problem.prior_program)])
+    able = _of_programs(problem, lambda p: p.mode == "auto")
     old = evaluation.rule.points
     if not (problem.can_switch and noise is not None):
         return problem.evaluate(sites, evaluation.rule, noise, again=again) if stale else evaluation
@@ -203,7 +203,7 @@ def settle(
     ask = able & ~(old.sampled & ~retry) & (due | retry) & ~gone
     barred = able & ~old.sampled & barred & ~jnp.asarray(again)
     wait = jnp.where(jnp.any(barred), (1 - _LONGER) * COMPARED_MOVE, jnp.where(due, 0.0, travelled))
-    begins = jnp.asarray([getattr(p, "begins_finer", False) for p in (problem.program, problem.prior_program)])
+    begins = _of_programs(problem, lambda p: p.begins_finer)
     refined = barred & _refinable(problem) & ~(old.finer | begins)
     points = Points(
         (old.sampled & ~retry) | gone | (barred & ~refined),
@@ -218,7 +218,12 @@ def settle(
 
 def _refinable(problem: LocalProblem) -> Bool[Array, "2"]:
     """Whether a product rule may take the place of sigma points: of the likelihood, and of the prior factor."""
-    return jnp.asarray([getattr(p, "refinable", False) for p in (problem.program, problem.prior_program)])
+    return _of_programs(problem, lambda p: p.refinable)
+
+
+def _of_programs(problem: LocalProblem, asked: Callable[[Any], bool]) -> Bool[Array, "2"]:
+    """What the likelihood's program says, and the prior factor's; False where there is none."""
+    return jnp.asarray([p is not None and asked(p) for p in (problem.program, problem.prior_program)])
 
 
 def _settled(problem, sites, evaluation: Evaluation, noise, points: Points, ask, stale, again) -> Evaluation:

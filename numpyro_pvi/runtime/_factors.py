@@ -354,7 +354,7 @@ class Factors:
     @property
     def can_switch(self) -> bool:
         """Whether any factor goes from sigma points to draws when these contradict them."""
-        return not self.blind and "auto" in (getattr(p, "mode", "") for p in (self.program, self.prior_program))
+        return not self.blind and any(p is not None and p.mode == "auto" for p in (self.program, self.prior_program))
 
     def draws_of(self, program: Any, noise: Draws | None, rule: Rule | None, trial: bool = False) -> Any:
         """What one program takes of a round's draws: sigma points or random ones, pairs, or None."""

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .._numerics import all_finite, clip_to_psd
+from .._numerics import all_finite, clip_to_psd, in_batches
 from ..expectations import (
     FIXED_RULES,
     Expected,
@@ -215,7 +215,7 @@ class LocalProblem(Factors, ProblemDefaults):
             return jnp.array(True)
         programs = (self.program, self.prior_program)
         flags = [
-            rule.points.sampled[i] if getattr(p, "mode", "") == "auto" else jnp.array(p.noisy)
+            rule.points.sampled[i] if p.mode == "auto" else jnp.array(p.noisy)
             for i, p in enumerate(programs)
             if p is not None
         ]
@@ -404,7 +404,7 @@ class LocalProblem(Factors, ProblemDefaults):
             found = self.sum_groups(lambda chunk: self.program.pair(chunk, moments, e))
             return jax.tree.map(lambda x: jnp.sum(x, axis=0), found)
 
-        return jax.lax.map(one, eps, batch_size=_PAIRS_AT_ONCE)
+        return in_batches(one, eps, _PAIRS_AT_ONCE)
 
     def zero_sites(self, dtype: Any) -> SiteStack:
         """See :class:`numpyro_pvi.schedules.ProblemDefaults`; with what groups hold of their own latents, if q is mean-field."""

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .._numerics import all_finite
+from .._numerics import all_finite, in_batches
 from ..expectations import OwnDraws, OwnGrids, ProductGrid, ThetaPoints, own_draws, own_grid, own_integral
 from ..factors import rows_log_likelihood, take_rows
 from ..families import ProductFamily, ProductNatural, member_family, support_of
@@ -180,8 +180,8 @@ class OwnLatents:
             Natural parameters by latent, in the places of the chunk's rows.
         """
         plan, tried = self.problem.plan, self.tried(chunk)
-        batch = max(1, TOGETHER // max(1, tried.counted.shape[0] * self.tries))
-        logs, means = jax.lax.map(lambda v: self._rows(chunk, tried, v), theta.values, batch_size=batch)
+        batch = TOGETHER // max(1, tried.counted.shape[0] * self.tries)
+        logs, means = in_batches(lambda v: self._rows(chunk, tried, v), theta.values, batch)
         joint = theta.logs[:, None, None] + jax.nn.log_softmax(logs, axis=1)
         # Of points where a row's integral is unknown nothing is known.
         joint = jnp.where(jnp.isnan(joint), -jnp.inf, joint)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ..factors import GroupMasks, Packing, ValueCall
-from ..families import ProductFamily, ProductNatural, base_family, members_of, pair_rule, repeated
+from ..families import ProductFamily, ProductNatural, base_family, is_wild, members_of, repeated
 from ..schedules import BY_FACTOR, UNHEARD_MOVE, Part, RoundCarry, RoundReport
 from ..sites import MAX_HALVINGS, MemberSites, SiteStack, back_off, posterior, select, take
 from ..solvers import late_from, late_weight, plan_batches
@@ -144,7 +144,7 @@ def step_in_turns(
 def restrained_of(plan: ProductPlan) -> set[str]:
     """Components that some factor takes at points, or at nodes where expectations under some members are infinite."""
     factors, families = [f for f in (plan.likelihood, plan.prior_factor) if f is not None], dict(plan.family.components)
-    wild = {n for factor in factors for n in factor.by_nodes if getattr(pair_rule(families[n]), "wild", False)}
+    wild = {n for factor in factors for n in factor.by_nodes if is_wild(families[n])}
     return wild | {name for factor in factors for name in factor.by_points}
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from .._numerics import in_batches
 from ..expectations import (
     OVER_GRIDS,
     Chains,
@@ -532,5 +533,4 @@ def _some(natural: ProductNatural, family: ProductFamily) -> ProductNatural:
 
 
 def _over_points(one: Callable, values: dict, rows: int) -> Array:
-    count, batch = jax.tree.leaves(values)[0].shape[0], max(1, TOGETHER // rows)
-    return jax.vmap(one)(values) if batch >= count else jax.lax.map(one, values, batch_size=batch)
+    return in_batches(one, values, TOGETHER // rows)

@@ -438,8 +438,8 @@ def tamed_sites(plan: ProductPlan, prior: ProductNatural, sites: SiteStack) -> S
     names = {name for own in factors for name in (*own.by_nodes, *own.by_rule) if name not in plan.row_axes}
     q, change = posterior(prior, sites), {}
     for name, family in plan.family.components:
-        rule: Any = pair_rule(family)
-        if name in names and getattr(rule, "nodes", False):
+        rule = pair_rule(family)
+        if name in names and rule is not None and rule.nodes:
             change[name] = rule.tamed(q.parts[name]) - q.parts[name]
     return spread(plan, sites, ProductNatural(change)) if change else sites
 

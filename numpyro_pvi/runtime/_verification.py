@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._numerics import value_and_grad
+from .._numerics import in_batches, value_and_grad
 from .._state import Plan, PVIState
 from ..expectations import FIXED_RULES, FactorStructure, LatentRole, Laws, MeanSpace, claimed_terms
 from ..factors import (
@@ -139,7 +139,7 @@ def checked(
 
     # Lines are from one draw to another.
     lines = (*places, jnp.roll(places[0], 1, axis=0))
-    return jax.lax.map(look, lines, batch_size=max(1, _TOGETHER // _num_rows(packing)))
+    return in_batches(look, lines, max(1, _TOGETHER // _num_rows(packing)))
 
 
 def draws_of(state: PVIState, count: int) -> tuple[tuple[Float[Array, "P D"], Float[Array, "P D"]], Any]:
@@ -439,7 +439,8 @@ def _is_anchored(problem: ProductProblem, role: LatentRole) -> bool:
     return (
         role.kind == "exact"
         and role.single
-        and getattr(rule, "anchored", False)
+        and rule is not None
+        and rule.anchored
         and role.name not in problem.plan.row_axes
     )
 
@@ -537,7 +538,7 @@ def _settings(
         points, weights = jnp.stack([old, new[0]]), [1.0, -1.0]
     elif rule.axes:
         # Along a line of the coordinates that are normal.
-        to, back = (getattr(rule, way, None) or (lambda x: x) for way in ("value", "inverse"))
+        to, back = (way or (lambda x: x) for way in (rule.value, rule.inverse))
         one, other = back(old), back(new[0])
         steps = jnp.asarray(_LINE, one.dtype).reshape(-1, *(1,) * one.ndim)
         points, weights = to(one + steps * (other - one)), list(_THIRD)
@@ -614,7 +615,7 @@ def factor_values(
 
     rows = problem.packing.chunk_group.shape[0] * part.chunk_rows
     batch = max(1, _PRODUCT_TOGETHER // max(rows, 1))
-    return jax.lax.map(groups if factor == "likelihood" else prior, settings, batch_size=batch)
+    return in_batches(groups if factor == "likelihood" else prior, settings, batch)
 
 
 def _held(problem: ProductProblem, prior: ProductNatural, name: str, draws: dict) -> Check:
@@ -629,7 +630,7 @@ def _held(problem: ProductProblem, prior: ProductNatural, name: str, draws: dict
         size = jnp.abs(held) + sum((jnp.sum(jnp.abs(x)) for x in from_model.values()), start=jnp.zeros(()))
         return distance(held, whole), size
 
-    apart, size = jax.lax.map(gap, draws, batch_size=8)
+    apart, size = in_batches(gap, draws, 8)
     return Check(apart[:, None], _allowed(size)[:, None])
 
 

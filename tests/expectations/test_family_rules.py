@@ -24,6 +24,7 @@ from numpyro_pvi.expectations import (
 )
 from numpyro_pvi.expectations import _affinity as affinity
 from numpyro_pvi.families import (
+    BernoulliFamily,
     BetaFamily,
     DirichletFamily,
     ExponentialLawFamily,
@@ -59,6 +60,12 @@ LAWS = {
 }
 
 
+def at_levels(rule, natural, z):
+    """Values and their statistics."""
+    u = rule.of_levels(rule.at_levels(natural, z))
+    return rule.value(natural, u), rule.statistics(natural, u)
+
+
 def level(law, value):
     """The level of a value by SciPy, from whichever tail is the smaller."""
     below, above = law.logcdf(value), law.logsf(value)
@@ -69,7 +76,7 @@ def level(law, value):
 def test_values_are_at_their_levels(name, x64):
     family, member, law = LAWS[name]
     rule, natural = levels_of(family), family.from_distribution(member)
-    values, statistics = rule.points(natural, rule.coordinates(natural, jnp.asarray(Z)))
+    values, statistics = at_levels(rule, natural, jnp.asarray(Z))
     if law is None:
         # Around the direction, which levels are counted from.
         kappa = 0.2 if name == "circle" else 30.0
@@ -93,7 +100,7 @@ def test_mean_statistics_and_their_derivatives_are_the_metrics(name, x64):
     points = rule_points(9, 1)
 
     def mean(natural):
-        found = rule.points(natural, rule.coordinates(natural, points.levels))[1]
+        found = at_levels(rule, natural, points.levels)[1]
         return jnp.stack([jnp.mean(x * points.shares) for x in jax.tree.leaves(found)])
 
     leaves, tree = jax.tree.flatten(natural)
@@ -113,10 +120,10 @@ def test_sticks_make_a_dirichlet(x64):
     family = repeated(base, (2,))
     natural = base.from_distribution(dist.Dirichlet(jnp.asarray(weights)))
     rule, points = levels_of(family), rule_points(7, 2)
-    u = rule.coordinates(natural, points.levels)
+    u = rule.at_levels(natural, points.levels)
     assert u.shape == (7, 2, 2)
     picked = jnp.broadcast_to(points.index[:, None, :], (len(points.index), 2, 2))
-    values, _ = rule.points(natural, jnp.take_along_axis(u, picked, axis=0))
+    values = rule.value(natural, rule.of_levels(jnp.take_along_axis(u, picked, axis=0)))
     share = np.asarray(points.shares)[:, None, None] / len(points.shares)
     mean = np.sum(share * values, axis=0)
     np.testing.assert_allclose(mean, weights / weights.sum(-1, keepdims=True), atol=1e-4)
@@ -126,6 +133,26 @@ def test_sticks_make_a_dirichlet(x64):
         total = own.sum()
         exact = (np.diag(own) * total - np.outer(own, own)) / (total**2 * (total + 1))
         np.testing.assert_allclose(found, exact, atol=2e-4)
+
+
+def test_vectors_side_by_side_have_axes_of_their_own(x64):
+    """Means and covariances of two vectors, by three nodes along either axis, and what they say of log q."""
+    base = MultivariateNormalFamily(2)
+    loc, cov = np.array([[0.5, -1.0], [3.0, 2.0]]), np.array([[[2.0, 0.5], [0.5, 1.0]], [[0.2, -0.1], [-0.1, 4.0]]])
+    natural = base.from_distribution(dist.MultivariateNormal(jnp.asarray(loc), jnp.asarray(cov)))
+    rule, points = levels_of(repeated(base, (2,))), rule_points(3, 2)
+    u = rule.at_levels(natural, points.levels)
+    assert u.shape == (3, 2, 2)
+    u = rule.of_levels(jnp.take_along_axis(u, jnp.broadcast_to(points.index[:, None, :], (9, 2, 2)), axis=0))
+    values, share = np.asarray(rule.value(natural, u)), np.asarray(points.shares) / 9
+    np.testing.assert_allclose(np.einsum("s,smi->mi", share, values), loc, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        np.einsum("s,smi,smj->mij", share, values - loc, values - loc), cov, rtol=1e-4, atol=1e-5
+    )
+    told = np.asarray(base.to_distribution(natural).log_prob(values)) + np.asarray(
+        jnp.sum(rule.log_slope(natural, u), -1)
+    )
+    np.testing.assert_allclose(told, stats.norm.logpdf(np.asarray(u)).sum(-1), rtol=1e-4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,14 +166,15 @@ class Outside(BetaFamily):
 
 def test_a_family_from_outside_with_coordinates_has_levels():
     natural = BetaFamily().from_distribution(dist.Beta(2.0, 5.0))
-    one, other = (levels_of(f).coordinates(natural, jnp.asarray(Z)) for f in (Outside(), BetaFamily()))
+    one, other = (levels_of(f).at_levels(natural, jnp.asarray(Z)) for f in (Outside(), BetaFamily()))
     np.testing.assert_array_equal(one, other)
 
 
 def test_some_families_have_no_levels():
     assert levels_of(WishartFamily(2)) is None
-    assert levels_of(repeated(MultivariateNormalFamily(2), (3,))) is None
-    assert levels_of(MultivariateNormalFamily(2)).axes == 2 and levels_of(DirichletFamily(4)).axes == 3
+    assert levels_of(BernoulliFamily()) is None
+    assert levels_of(MultivariateNormalFamily(2)).levels == 2 and levels_of(DirichletFamily(4)).levels == 3
+    assert levels_of(repeated(BetaFamily(), (3,))).levels == 0
 
 
 @pytest.mark.parametrize("other", [False, True])
