@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float
 
@@ -30,8 +31,8 @@ from ._product_problem import ProductProblem
 
 # What a claim is called that a fixed rule serves.
 RULE = "a fixed rule"
-# Hypercubes, and standard errors by which they must differ.
-_CUBES, _ERRORS = 8, 6.0
+# Hypercubes, how many points each has at most, and standard errors by which they must differ.
+_CUBES, _MOST_TOGETHER, _ERRORS = 8, 256, 6.0
 # Rounding of sums over rows, relative to their size.
 _ROUNDING = 32.0
 
@@ -42,22 +43,29 @@ def _names(problem: ProductProblem, structure: FactorStructure) -> tuple[str, ..
     return tuple(r.name for r in structure.roles if r.kind != "absent" and r.name not in rows)
 
 
-def _points(problem: ProductProblem, structure: FactorStructure, key: Any) -> RulePoints:
-    """The rule's points, those of the one that it is held to, and of hypercubes, of as many each: a leading axis."""
+def _points(problem: ProductProblem, structure: FactorStructure, key: Any) -> tuple[RulePoints, np.ndarray]:
+    """Points of the rule, of the one that it is held to, and of hypercubes, in blocks of as many: a leading axis.
+
+    Returns the blocks, whose means add up to those of what they belong to, and to what: 0, 1, and 2 for the first hypercube.
+    """
     axes = rule_axes(problem.family, structure.roles)
-    used, other = (rule_points(structure.nodes, axes, held) for held in (False, True))
-    count = max(len(used.shares), len(other.shares))
+    rules = [rule_points(structure.nodes, axes, held) for held in (False, True)]
+    size = min(_MOST_TOGETHER, max(len(rule.shares) for rule in rules))
+    count = max(len(rule.levels) for rule in rules)
 
-    def padded(x: Array) -> Array:
-        return jnp.pad(x, [(0, count - len(x))] + [(0, 0)] * (x.ndim - 1))
+    def blocks(rule: RulePoints) -> RulePoints:
+        number, own = -(-len(rule.shares) // size), len(rule.shares)
+        # Points that are missing count for nothing. The mean over a block's points counts.
+        index = jnp.pad(rule.index, [(0, number * size - own), (0, 0)], mode="edge").reshape(number, size, -1)
+        shares = jnp.pad(rule.shares, (0, number * size - own)).reshape(number, size) * (size / own)
+        levels = jnp.pad(rule.levels, (0, max(count, size) - len(rule.levels)))
+        return RulePoints(jnp.broadcast_to(levels, (number, *levels.shape)), index, shares)
 
-    def as_many(points: RulePoints) -> RulePoints:
-        grown = RulePoints(*map(padded, points))
-        # The mean over points counts.
-        return grown._replace(shares=grown.shares * (count / len(points.shares)))
-
-    cubes = jax.vmap(lambda own: latin_cube(own, count, axes))(jax.random.split(key, _CUBES))
-    return jax.tree.map(lambda a, b, c: jnp.concatenate([a[None], b[None], c]), as_many(used), as_many(other), cubes)
+    cubes = jax.vmap(lambda own: latin_cube(own, size, axes))(jax.random.split(key, _CUBES))
+    cubes = cubes._replace(levels=jnp.pad(cubes.levels, [(0, 0), (0, max(count - size, 0))]))
+    parts = [*map(blocks, rules), cubes]
+    owner = [0] * len(parts[0].shares) + [1] * len(parts[1].shares) + [2 + i for i in range(_CUBES)]
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *parts), np.asarray(owner)
 
 
 def rule_gaps(
@@ -85,7 +93,8 @@ def rule_gaps(
         return jnp.concatenate([value[:, None], found], axis=1)
 
     # One pass for all of them: most of what is compiled.
-    found = jax.lax.map(asked, _points(problem, structure, key))
+    points, owner = _points(problem, structure, key)
+    found = jax.ops.segment_sum(jax.lax.map(asked, points), owner, 2 + _CUBES, indices_are_sorted=True)
     off = found[1:] - found[0]
     size = jnp.abs(jnp.concatenate([found[:1], found[2:]]))
     gaps, sizes = (jnp.moveaxis(x, 1, -1).reshape(-1, x.shape[1]) for x in (off, size))
@@ -130,8 +139,8 @@ def rule_check(
         message |= {n: message[n] + x for n, x in known.items()}
         return jnp.concatenate([value[None], ravel_pytree(ProductNatural(message))[0]])
 
-    every = _points(problem, structure, key)
-    cubes = off[1:] + jax.lax.map(beside, jax.tree.map(lambda x: x[2:], every))
+    points, owner = _points(problem, structure, key)
+    cubes = off[1:] + jax.lax.map(beside, jax.tree.map(lambda x: x[owner > 1], points))
     rounding = _ROUNDING * float(jnp.finfo(off.dtype).eps) * size[0]
 
     _, unravel = ravel_pytree(ProductNatural({n: natural.parts[n] for n in names}))
