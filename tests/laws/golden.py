@@ -142,7 +142,7 @@ CASES = {
     "families-conjugate-cyclic": _several(schedule=Sequential()),
     "families-conjugate-random": _several(solver=Conjugate(), schedule=Sequential("random")),
     **{f"families-{name.replace(' ', '-')}": _resumed(name) for name in test_product_resume.CASES},
-    "families-drawn-few": _shaped(solver=StochasticNaturalGradient(num_steps=3), schedule=StochasticSubset(2)),
+    "families-rule-few": _shaped(solver=StochasticNaturalGradient(num_steps=3), schedule=StochasticSubset(2)),
     "families-lda": families(
         test_vmp.lda,
         test_vmp.LDA_GROUPS["two"],

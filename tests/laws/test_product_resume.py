@@ -66,7 +66,7 @@ def mixture(x):
 
 BATCHES = StochasticNaturalGradient(batch_size=2, num_steps=2)
 CASES = {
-    "drawn": (shaped, Y, {}, NaturalGradient(), Synchronous()),
+    "drawn": (shaped, Y, {}, NaturalGradient(expectation="monte_carlo"), Synchronous()),
     "joint-random": (line, Y, {"joint": [("a", "b")]}, NaturalGradient(), Sequential("random")),
     "rows-stochastic": (rates, COUNTS, {}, BATCHES, StochasticSubset(2)),
     "matched": (shaped, Y, {}, PowerEP(0.5, moments="importance"), Synchronous()),
