@@ -40,7 +40,7 @@ _RIGHT = {"xla_cpu_experimental_ynn_fusion_type": ""}
 # XLA's levels, on CPU. The fusion emitters cost compiling and save little there. "plain" asks for nothing: on other devices, and
 # within another program, which decides how it is compiled.
 # Half of the time in XLA's own passes goes to moving what does not change out of loops, round after round of simplifications: in
-# eight schools 16 for 8, and 2.9 s for 1.6 of 4.6 s. Rounds are traced with what does not change outside of their loop.
+# eight schools 16 for 8, and 2.9 s for 1.6 of 4.6 s. What matters of it is outside of the loop of rounds as it is traced.
 _BRIEF = {"xla_cpu_use_fusion_emitters": False, "xla_disable_hlo_passes": "while-loop-invariant-code-motion", **_RIGHT}
 _CHEAP = {"xla_backend_optimization_level": 0, **_BRIEF}
 _MIDDLE = {"xla_backend_optimization_level": 1, **_BRIEF}

@@ -106,8 +106,8 @@ class GridDefaults:
     """
 
     family: Any
-    circle: bool = False
-    lacks: int = 0
+    circle = False
+    lacks = 0
 
     @property
     def levels(self) -> int | None:
@@ -158,9 +158,8 @@ class _Real(_Affine, GridDefaults):
         return jnp.zeros_like(u)
 
 
-@dataclasses.dataclass(frozen=True)
 class _Circle(GridDefaults):
-    circle: bool = True
+    circle = True
 
     def around(self, natural):
         return jnp.arctan2(natural.sin, natural.cos), 1 / jnp.sqrt(1 + jnp.hypot(natural.sin, natural.cos))
@@ -281,11 +280,10 @@ class _Beta(GridDefaults):
         return jax.nn.log_sigmoid(u) + jax.nn.log_sigmoid(-u)
 
 
-@dataclasses.dataclass(frozen=True)
 class _Dirichlet(GridDefaults):
     """u = log of the shares over the last one; levels are of sticks, every share among itself and those behind it."""
 
-    lacks: int = 1
+    lacks = 1
 
     @property
     def levels(self):

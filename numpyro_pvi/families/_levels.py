@@ -70,6 +70,9 @@ def _summed(rule: Any, natural: Any, z: Float[Array, "n"]) -> Float[Array, "n *m
         return known - jnp.log1p((0.5 * slow * width * jnp.sinh(v / slow)) ** 2) if rule.circle else known
 
     logs, slope = jax.jvp(log_mass, (v,), (jnp.ones_like(v),))
+    # Where statistics overflow or values round to an end there is no mass to speak of.
+    known = jnp.isfinite(logs) & jnp.isfinite(slope)
+    logs, slope = jnp.where(known, logs, -jnp.inf), jnp.where(known, slope, 0.0)
     logs = logs - jax.lax.stop_gradient(jnp.max(logs, axis=0))
     mass = jnp.exp(logs)
 

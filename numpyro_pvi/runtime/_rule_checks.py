@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import value_and_grad
 from ..expectations import (
@@ -43,10 +43,12 @@ def _names(problem: ProductProblem, structure: FactorStructure) -> tuple[str, ..
     return tuple(r.name for r in structure.roles if r.kind != "absent" and r.name not in rows)
 
 
-def _points(problem: ProductProblem, structure: FactorStructure, key: Any) -> tuple[RulePoints, np.ndarray]:
+def _points(
+    problem: ProductProblem, structure: FactorStructure, key: Any
+) -> tuple[RulePoints, Int[np.ndarray, "B"], Float[np.ndarray, "B"]]:
     """Points of the rule, of the one that it is held to, and of hypercubes, in blocks of as many: a leading axis.
 
-    Returns the blocks, whose means add up to those of what they belong to, and to what: 0, 1, and 2 for the first hypercube.
+    Returns the blocks, what they belong to (0, 1, and from 2 on hypercubes), and what their means count in that of the whole.
     """
     axes = rule_axes(problem.family, structure.roles)
     rules = [rule_points(structure.nodes, axes, held) for held in (False, True)]
@@ -55,17 +57,19 @@ def _points(problem: ProductProblem, structure: FactorStructure, key: Any) -> tu
 
     def blocks(rule: RulePoints) -> RulePoints:
         number, own = -(-len(rule.shares) // size), len(rule.shares)
-        # Points that are missing count for nothing. The mean over a block's points counts.
+        # Points that are missing count for nothing.
         index = jnp.pad(rule.index, [(0, number * size - own), (0, 0)], mode="edge").reshape(number, size, -1)
-        shares = jnp.pad(rule.shares, (0, number * size - own)).reshape(number, size) * (size / own)
+        shares = jnp.pad(rule.shares, (0, number * size - own)).reshape(number, size)
         levels = jnp.pad(rule.levels, (0, max(count, size) - len(rule.levels)))
         return RulePoints(jnp.broadcast_to(levels, (number, *levels.shape)), index, shares)
 
     cubes = jax.vmap(lambda own: latin_cube(own, size, axes))(jax.random.split(key, _CUBES))
     cubes = cubes._replace(levels=jnp.pad(cubes.levels, [(0, 0), (0, max(count - size, 0))]))
     parts = [*map(blocks, rules), cubes]
-    owner = [0] * len(parts[0].shares) + [1] * len(parts[1].shares) + [2 + i for i in range(_CUBES)]
-    return jax.tree.map(lambda *x: jnp.concatenate(x), *parts), np.asarray(owner)
+    numbers = [len(part.shares) for part in parts]
+    owner = np.concatenate([np.repeat([0, 1], numbers[:2]), 2 + np.arange(_CUBES)])
+    weight = np.repeat([*(size / len(rule.shares) for rule in rules), 1.0], numbers)
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *parts), owner, weight
 
 
 def rule_gaps(
@@ -93,8 +97,10 @@ def rule_gaps(
         return jnp.concatenate([value[:, None], found], axis=1)
 
     # One pass for all of them: most of what is compiled.
-    points, owner = _points(problem, structure, key)
-    found = jax.ops.segment_sum(jax.lax.map(asked, points), owner, 2 + _CUBES, indices_are_sorted=True)
+    points, owner, weight = _points(problem, structure, key)
+    found = jax.lax.map(asked, points)
+    found = found * jnp.asarray(weight, found.dtype)[:, None, None]
+    found = jax.ops.segment_sum(found, owner, 2 + _CUBES, indices_are_sorted=True)
     off = found[1:] - found[0]
     size = jnp.abs(jnp.concatenate([found[:1], found[2:]]))
     gaps, sizes = (jnp.moveaxis(x, 1, -1).reshape(-1, x.shape[1]) for x in (off, size))
@@ -139,7 +145,7 @@ def rule_check(
         message |= {n: message[n] + x for n, x in known.items()}
         return jnp.concatenate([value[None], ravel_pytree(ProductNatural(message))[0]])
 
-    points, owner = _points(problem, structure, key)
+    points, owner, _ = _points(problem, structure, key)
     cubes = off[1:] + jax.lax.map(beside, jax.tree.map(lambda x: x[owner > 1], points))
     rounding = _ROUNDING * float(jnp.finfo(off.dtype).eps) * size[0]
 
