@@ -40,7 +40,8 @@ _RIGHT = {"xla_cpu_experimental_ynn_fusion_type": ""}
 # XLA's levels, on CPU. The fusion emitters cost compiling and save little there. "plain" asks for nothing: on other devices, and
 # within another program, which decides how it is compiled.
 # Half of the time in XLA's own passes goes to moving what does not change out of loops, round after round of simplifications: in
-# eight schools 16 for 8, and 2.9 s for 1.6 of 4.6 s. What matters of it is outside of the loop of rounds as it is traced.
+# eight schools 16 for 8, and 2.9 s for 1.6 of 4.6 s. Rounds are no slower without: 200 of 300 rows of 4 columns 118, 110 and 106 ms
+# with it, 103, 104 and 97 without (in turn).
 _BRIEF = {"xla_cpu_use_fusion_emitters": False, "xla_disable_hlo_passes": "while-loop-invariant-code-motion", **_RIGHT}
 _CHEAP = {"xla_backend_optimization_level": 0, **_BRIEF}
 _MIDDLE = {"xla_backend_optimization_level": 1, **_BRIEF}

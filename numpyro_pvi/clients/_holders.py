@@ -396,7 +396,8 @@ def joined_structure(
 ) -> FactorStructure:
     """What holds of all clients' factors: of every component the least, which is drawn where they have found different things.
 
-    Or at the points of a fixed rule, where the largest client's terms, ``size``, allow one: each evaluates it at its own.
+    Or at the points of a fixed rule, where the largest group's rows, ``size``, allow one: each evaluates it at its own; None for
+    draws in any case.
 
     A component that some rows do not see is taken as the others find it, whose factors see all that any do: the factors of
     those rows are constant in it. Where no client's rows see all components, those that only others see are drawn.
