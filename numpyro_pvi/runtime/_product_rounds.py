@@ -635,6 +635,8 @@ def _merged(last: RoundReport, own: RoundReport, chosen: Chosen, heard: Bool[Arr
     return own._replace(
         move=move,
         asked=put(last.asked, own.asked, True),
+        # What all ask for as well: some that stand still would be taken for the noise of moments that have none.
+        estimate=jnp.maximum(own.estimate, unheard),
         left=jnp.maximum(own.left, unheard),
         step=put(last.step, own.step, False),
         backoffs=put(last.backoffs, own.backoffs, False),

@@ -170,7 +170,7 @@ def asked_of(
             prior = prior_state.asked(problem.family, moments) if prior_state else None
             return asked_by_memory(moves, prior, problem.has_prior_factor)
     told = not (problem.stochastic or problem.matches_moments) and problem.units is None
-    if not told or getattr(found, "target", None) is None:
+    if not told or found.target is None:
         return asked_by_move(move, moved, share, taken, carry.report)
     proposal = natural_gradient_proposal(problem, carry)
     found_asked = asked_by_proposal(problem, carry, proposal, ~jnp.asarray(taken))
@@ -381,12 +381,12 @@ def settled(report: RoundReport, tol: Any, floor: Any) -> Any:
 
 
 def within_noise(report: RoundReport, floor: Any) -> Any:
-    """Whether what is left is no more than what the noise of sampled moments asks for."""
+    """Whether what is left is no more than what the noise of sampled moments asks for; never where nothing is sampled."""
     step = report.step.max()
     # An infinite move times no step would be a warning of NumPy's.
     moved = report.estimate.clip(max=_HUGE) * step
     explained = (moved <= _NOISES * floor) & ((step > 0) | (report.estimate <= 0))
-    return explained & (floor <= LARGEST_NOISE)
+    return explained & (floor > 0) & (floor <= LARGEST_NOISE)
 
 
 def stalled(report: RoundReport, tol: Any, floor: Any) -> Any:

@@ -210,6 +210,8 @@ def test_verdicts():
         {"finite": jnp.array(False)},
         {"skip_run": jnp.asarray([0, 1])},
         {"left": far, "estimate": far},
+        # Nobody asks for anything, of those who were heard.
+        {"left": far},
         {"left": jnp.asarray(jnp.nan), "estimate": jnp.asarray(jnp.nan)},
     ):
         assert not bool(settled(done(**wrong), 1e-3, 0.0)), wrong

@@ -13,7 +13,7 @@ from scipy import optimize, special
 
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition, PVIError
 from numpyro_pvi.families import LogNormalFamily
-from numpyro_pvi.runtime import _product_batches, _product_factors
+from numpyro_pvi.runtime import _product_batches, _product_factors, _product_rounds
 from numpyro_pvi.schedules import (
     Asynchronous,
     Committee,
@@ -240,6 +240,30 @@ def poisson(counts):
 
 
 COUNTS = np.random.default_rng(3).poisson(3.0, 12) + 3 * (LABELS == "c")
+
+
+def ends_of_some_groups():
+    """Runs of one group a round, whoever is drawn first and however often: prior and rows all count where they end."""
+    pvi = PVI(Partition(poisson, "data", LABELS), AutoExponentialFamily(poisson), schedule=StochasticSubset(1))
+    for seed in range(8):
+        result = pvi.run(jax.random.key(seed), 80, jnp.asarray(COUNTS), tol=SETTLED, progress_bar=False)
+        assert result.converged and float(result.info.left) <= SETTLED
+        np.testing.assert_allclose(result.params["rate_auto_concentration"], 2 + COUNTS.sum(), rtol=1e-5)
+        np.testing.assert_allclose(result.params["rate_auto_rate"], 0.5 + len(COUNTS), rtol=1e-5)
+
+
+def test_no_run_converges_before_all_groups_were_heard():
+    """Whoever is visited twice running asks for nothing the second time."""
+    ends_of_some_groups()
+
+
+@pytest.mark.once
+def test_groups_that_nobody_heard_are_noticed(monkeypatch):
+    monkeypatch.setattr(_product_rounds, "UNHEARD_MOVE", 0.0)
+    with pytest.raises(AssertionError):
+        ends_of_some_groups()
+
+
 # All rows and the whole way: coordinate ascent of one group, by visits of a solver that takes steps of its own.
 WHOLE = StochasticNaturalGradient(1.0, num_steps=1, average=0.0)
 SOME = StochasticNaturalGradient(batch_size=2, num_steps=20)
