@@ -63,13 +63,12 @@ from .runtime import (
     LookedAtLess,
     ProductPlan,
     RowLatent,
-    RowMatches,
     check_tilted,
     prior_members,
     product_claims,
 )
 from .sites import MemberSites, RowVisits, select
-from .solvers import MatchState
+from .solvers import MatchState, RowMatches
 
 # ---------------------------------------------------------------------------------------------- what files need to know
 # What files need to know of states under AutoExponentialFamily: their types, and the latents of plan and guide.

@@ -448,6 +448,11 @@ def hessian_of(function: Callable[..., Any], argnums: int = 0) -> Callable[..., 
     return jax.jacfwd(grad(function, argnums), argnums)
 
 
+def _part(vector: Any, begin: int, shape: tuple[int, ...]) -> Any:
+    """What begins at a place of the last axis, of a shape."""
+    return vector[..., begin : begin + math.prod(shape)].reshape((*vector.shape[:-1], *shape))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Flat:
@@ -477,12 +482,12 @@ class Flat:
             own.append(x.reshape(-1))
         return cls(tuple(jnp.concatenate(own) for own in by_dtype.values()), structure, tuple(leaves))
 
+    def leaf(self, pick: Callable[[Any], Any]) -> np.ndarray:
+        """One array, on the host, without a program to take it out; ``pick``: of a tree of such, which."""
+        place, begin, shape = pick(self.structure.unflatten(self.leaves))
+        return _part(np.asarray(self.vectors[place]), begin, shape)
+
     @property
     def tree(self) -> Any:
         """The pytree, of arrays with the axes that stand in front; of NumPy's where the vectors are."""
-
-        def leaf(place: int, begin: int, shape: tuple[int, ...]) -> Any:
-            vector = self.vectors[place]
-            return vector[..., begin : begin + math.prod(shape)].reshape(*vector.shape[:-1], *shape)
-
-        return self.structure.unflatten([leaf(*x) for x in self.leaves])
+        return self.structure.unflatten([_part(self.vectors[place], *where) for place, *where in self.leaves])

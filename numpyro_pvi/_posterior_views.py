@@ -31,7 +31,7 @@ from .schedules import (
     stalled,
     within_noise,
 )
-from .solvers import LocalSolver, trouble_of
+from .solvers import LocalSolver, Matched, matched, trouble_of
 
 # ----------------------------------------------------------------------------------------------------- endings in words
 # How a run ended, in words: converged, stalled, or short of its tolerance; and what an end may not be.
@@ -45,8 +45,7 @@ _REFUSALS = {
 }
 _REMEDIES = {
     FELL: "Start nearer ({start}), narrow the priors, scale the columns to sds near 1, or pass "
-    "Synchronous(damping=0.25); under draws, more of them (num_draws). Where the fall is within "
-    "rounding, jax.config.update('jax_enable_x64', True)",
+    "Synchronous(damping=0.25); under draws, more of them (num_draws)",
     IMPROPER: "Narrow the priors, pass Synchronous(damping=0.25), or start with init_sites='prior'",
     NOT_FINITE: "Narrow the prior or scale the columns, look for a link that overflows and for an observation outside the "
     "likelihood's support, or start nearer (init_params)",
@@ -118,6 +117,12 @@ def standstill(state: PVIState) -> str:
     who, asked = named(labels_of(state.plan)[worst]), float(report.asked[worst])
     size = f"{asked:.2g} posterior sds" if np.isfinite(asked) else "no finite move"
     start = "init_params, or init_sites='curvature'" if state.plan.starts_curved else "init_params"
+    verdict = "q is not at an optimum"
+    if why == FELL and report.estimate.dtype == np.float32:
+        verdict += (
+            ", unless the last losses agree in six digits, beyond which single precision does not tell of a fall: then q is at one "
+            "as nearly as it can be, and jax.config.update('jax_enable_x64', True) goes on from there"
+        )
     if why == VISITS:
         return (
             f"the visits that the schedule allows ended before {who} had settled (about {size} are left), and it does not come "
@@ -125,7 +130,7 @@ def standstill(state: PVIState) -> str:
         )
     return (
         f"{who} asks for {size}, all together for {float(report.estimate):.2g}, but every step was refused in the last "
-        f"{int(report.refused)} rounds because {_REFUSALS.get(why, _REFUSALS[FELL])}; q is not at an optimum. "
+        f"{int(report.refused)} rounds because {_REFUSALS.get(why, _REFUSALS[FELL])}; {verdict}. "
         f"{_REMEDIES.get(why, _REMEDIES[FELL]).format(start=start)}"
     )
 
@@ -133,7 +138,7 @@ def standstill(state: PVIState) -> str:
 def _left(state: PVIState, report: RoundReport) -> str:
     left = f"about {float(report.left):.2g} posterior sds are left to move"
     # Of moments that are matched by draws, the ending itself tells the noise.
-    if hasattr(state.solver_state, "ess") or not state.plan.by_draws(jax.device_get(state.rule)):
+    if matched(state.solver_state) is not None or not state.plan.by_draws(jax.device_get(state.rule)):
         return f"{left}."
     return (
         f"{left}. Expectations are by draws, whose noise late rounds average away: it falls with the root of the number of rounds "
@@ -202,10 +207,9 @@ def refuse_unbounded(state: PVIState, report: RoundReport, loss: float, done: in
 
 
 def _latents(state: PVIState, index: int) -> tuple:
-    part: Any = state.plan.partition
-    if labels_of(state.plan)[index] is PRIOR and getattr(part, "prior_latents", ()):
-        return part.prior_latents
-    return part.layout.names if hasattr(part, "layout") else tuple(n for n, _ in state.plan.family.components)
+    part = state.plan.partition
+    of_prior = labels_of(state.plan)[index] is PRIOR and part.prior_latents
+    return part.prior_latents if of_prior else part.layout.names
 
 
 # ------------------------------------------------------------------------------------------------ expectations in words
@@ -436,7 +440,7 @@ def describe(pvi: Any, state: PVIState) -> PVIInfo:
         **last_round(state, report, pvi.schedule, pvi.solver),
         labels=(PRIOR,) * first + (*plan.absent, *part.table.labels),
         cavity_proper=np.array([*(prior_proper,) * first, *np.atleast_1d(others_proper)[:apart], *proper], bool),
-        ess=_by_factor(state, len(told), lambda s: getattr(s, "ess", None)),
+        ess=_by_factor(state, len(told), lambda found: found.ess),
         structure=tuple(own.structure for own in told),
         evidence=tuple(own.evidence for own in told),
         expectation=tuple("mcmc" if x == x else word for x, word in zip(rhat, words, strict=True)),
@@ -467,21 +471,22 @@ def moment_notes(state: PVIState) -> tuple[str, ...]:
     return tuple(f"group {label!r}: {text}." for label, text in pairs if text is not None)
 
 
-def _by_factor(state: PVIState, count: int, read: Callable[[Any], Any]) -> np.ndarray:
-    """What solver states say of sampled moments, by factor; NaN where they say nothing."""
+def _by_factor(state: PVIState, count: int, read: Callable[[Matched], Any]) -> np.ndarray:
+    """What memories of matched moments say of them, by factor; NaN where there are none."""
     sizes = (int(state.plan.partition.has_prior_factor), len(state.plan.partition.table.labels))
     found = []
     for solver, size in zip((state.prior_solver_state, state.solver_state), sizes, strict=True):
-        value = None if size == 0 else read(solver)
+        memory = matched(solver)
+        value = None if size == 0 or memory is None else read(memory)
         found.append(np.full(size, np.nan) if value is None else np.asarray(value).reshape(-1))
     # Groups whose rows are not at hand stand behind the prior factor, and nothing of them is sampled.
     own = np.concatenate(found)
     return np.insert(own, [sizes[0]] * (count - len(own)), np.nan)
 
 
-def chain_reading(state: Any, name: str) -> Any:
+def chain_reading(memory: Matched, name: str) -> Any:
     """One of the numbers that chains leave; NaN for factors that have none, or whose chains have not moved yet."""
-    chains = getattr(state, "chains", None)
+    chains = memory.chains
     if chains is None:
         return None
     return np.where(

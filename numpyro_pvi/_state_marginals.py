@@ -56,6 +56,7 @@ from .guides import (
 )
 from .handlers import PRIOR
 from .runtime import Engine
+from .schedules import without_mixing
 from .sites import Held, SiteStack, cavity, posterior
 
 # -------------------------------------------------------------------------------------------------- two numbers per row
@@ -271,10 +272,8 @@ def dense_form(state: PVIState) -> PVIState:
     if not isinstance(state, PVIState) or state.plan.rows is None:
         return state
     groups, prior = _dense_sites(state.prior, state.sites.groups, jnp.zeros(len(state.plan.partition.table.labels)))
-    plan, memory = dataclasses.replace(state.plan, rows=None), state.schedule_state
-    if "mixing" in getattr(memory, "_fields", ()):
-        # Of a full covariance, rounds with dense sites are not extrapolated.
-        memory = memory._replace(mixing=None)
+    # Of a full covariance, rounds with dense sites are not extrapolated.
+    plan, memory = dataclasses.replace(state.plan, rows=None), without_mixing(state.schedule_state)
     return dataclasses.replace(state, plan=plan, prior=prior, sites=SiteStack(groups, None), schedule_state=memory)
 
 

@@ -13,7 +13,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from ._compiling import content, is_traced, owned_jit
+from ._compiling import content, is_traced, on_device, owned_jit
 from ._driver import Progress
 from ._group_lifecycle import reduced
 from ._initial import as_the_solver_takes, check_structure, param_values, taken
@@ -25,8 +25,9 @@ from ._warnings import warn
 from .errors import PVIError, StateError
 from .factors import Planned, join_arguments, move_to_prior_factor, plan_factors
 from .runtime import SLOPES_OF
-from .schedules import BY_FACTOR
+from .schedules import BY_FACTOR, mixing_as
 from .sites import posterior
+from .solvers import counts_releases
 
 # Rounds after which `update` verifies again, at every doubling.
 _FIRST_ROUNDS = 32
@@ -140,10 +141,8 @@ class LastLook:
         """
         if unseen is None:
             return None
-        kept, holds = self._kept, programs.has_made(state) and not programs.restless
-        same = kept is not None and kept.state() is state and kept.programs() is programs and kept.how == how
-        if kept is not None and same and holds and _same_rows(kept.rows, dynamic):
-            return kept.evaluation, np.True_
+        if (known := self._known(programs, state, dynamic, how)) is not None:
+            return known, np.True_
         # All at once, and small ones once: an array after another takes a millisecond.
         leaves, structure = jax.tree.flatten(unseen)
         shapes = structure, tuple((x.shape, x.dtype) for x in leaves)
@@ -155,6 +154,19 @@ class LastLook:
         else:
             blank = self._blank[1]
         return structure.unflatten(blank[0]), blank[1]
+
+    def loss(self, programs: Any, state: PVIState, dynamic: list, how: tuple) -> Any:
+        """Negative ELBO of a state in nats, as the rounds that made it have left it; None where that is not known.
+
+        ``programs``, ``state``, ``dynamic``, ``how``: as of :meth:`at`.
+        """
+        known = self._known(programs, state, dynamic, how)
+        return None if known is None else on_device(-known.leaf(lambda evaluation: evaluation.elbo))
+
+    def _known(self, programs: Any, state: PVIState, dynamic: list, how: tuple) -> Any:
+        kept, holds = self._kept, programs.has_made(state) and not programs.restless
+        same = kept is not None and kept.state() is state and kept.programs() is programs and kept.how == how
+        return kept.evaluation if kept is not None and same and holds and _same_rows(kept.rows, dynamic) else None
 
     def keep(self, programs: Any, state: PVIState, dynamic: list, how: tuple, evaluation: Any) -> None:
         """Remember what rounds ended with. ``evaluation``: theirs; None forgets the last one."""
@@ -485,13 +497,7 @@ def _mixed_anew(state: PVIState, wanted: Any) -> PVIState:
 
     Whether rounds are extrapolated depends on damping and on the solver's steps, and the rest of the state does not.
     """
-    here = state.schedule_state
-    if type(here) is not type(wanted) or "mixing" not in getattr(here, "_fields", ()):
-        return state
-    if jax.tree.structure(here.mixing) == jax.tree.structure(wanted.mixing):
-        return state
-    empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), wanted.mixing)
-    return dataclasses.replace(state, schedule_state=here._replace(mixing=empty))
+    return dataclasses.replace(state, schedule_state=mixing_as(wanted, state.schedule_state))
 
 
 def _made_of(state: PVIState) -> Any:
@@ -556,7 +562,7 @@ def _check_memories(pvi: Any, state: PVIState, other: list[str]) -> None:
             f"this state was made with another solver than {pvi.solver!r}, which holds the rows' own sites or latents in another "
             f"way. {_ANEW}"
         )
-    if solver and hasattr(state.solver_state, "terms"):
+    if solver and counts_releases(state.solver_state):
         raise StateError(
             f"this state counts what DifferentialPrivacy has released of the rows, and {pvi.solver!r} would drop the count. {_ANEW}"
         )

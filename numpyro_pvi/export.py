@@ -764,11 +764,8 @@ def _called(name: str, shape: tuple[int, ...], at: int) -> str:
 
 def _shared(pvi: Any, state: PVIState) -> dict[str, tuple[int, ...]]:
     """Shapes of the latents that all groups share, in their own supports."""
-    local = state.plan.partition.local
-    own = set() if local is None else set(getattr(local, "names", ()))
-    members = getattr(state.sites.local, "parts", {})
-    posterior = pvi.posterior(state)
-    return {n: d.batch_shape + d.event_shape for n, d in posterior.items() if n not in own and n not in members}
+    own, posterior = state.plan.own_latents, pvi.posterior(state)
+    return {n: d.batch_shape + d.event_shape for n, d in posterior.items() if n not in own}
 
 
 def _marginals(

@@ -148,9 +148,10 @@ class PVIStrategy(Strategy):
                 :meth:`numpyro_pvi.PVI.run` raises.
             ClientError: naming the owner whose answer is refused, or who does not answer.
         """
-        if key is None and getattr(self._made["solver"], "private", False):
+        solver = self._made["solver"]
+        if key is None and solver is not None and solver.private:
             raise PVIError(
-                f"PVIStrategy.start() without a key, under {type(self._made['solver']).__name__}: the noise would be that of "
+                f"PVIStrategy.start() without a key, under {type(solver).__name__}: the noise would be that of "
                 "jax.random.key(0), which everybody can make again and take off. Pass key=jax.random.key(secrets.randbits(63))."
             )
         model, guide = self._made["model"], self._made["guide"]

@@ -9,7 +9,7 @@ from ._local import LocalProblem
 from ._moments import noise_floor, solver_of_prior
 from ._network import Network
 from ._product_engine import LookedAtLess, ProductEngine
-from ._product_matching import RowMatches, factors_of, first_match_states
+from ._product_matching import factors_of, first_match_states
 from ._product_plan import (
     SAMPLED_WAYS,
     JointBlock,
@@ -61,7 +61,6 @@ __all__ = [
     "ProductEngine",
     "ProductPlan",
     "RowLatent",
-    "RowMatches",
     "Runtime",
     "RuntimeDefaults",
     "SAMPLED_WAYS",

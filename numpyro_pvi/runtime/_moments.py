@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..expectations import TOLERANCE, Expected, row_sites_zero, row_targets, tilted_rows
 from ..schedules import RoundCarry, RoundReport, Rule
 from ..sites import RowSites, SiteStack, cavity, posterior, take, tied_site
-from ..solvers import LocalResult, LocalSolver, NaturalGradient
+from ..solvers import LocalResult, LocalSolver, NaturalGradient, matched
 from ._factors import Factors
 from ._local_latents import at_conditionals, conditionals_after, look_together, shares_points
 from ._refinement import cheaper_rule, escalated, first_rule, relative_error
@@ -42,7 +42,8 @@ def solver_of_prior(solver: LocalSolver) -> LocalSolver:
 
 def moments_missed(carry: RoundCarry) -> Bool[Array, ""]:
     """Whether some row's moments asked for a finer quadrature rule than was compiled in."""
-    flags = [jnp.any(s.missed) for s in (carry.solver, carry.prior_solver) if hasattr(s, "missed")]
+    found = matched(carry.solver), matched(carry.prior_solver)
+    flags = [jnp.any(memory.missed) for memory in found if memory is not None]
     return jnp.any(jnp.stack(flags)) if flags else jnp.array(False)
 
 
@@ -53,10 +54,11 @@ def noise_floor(states: Any, report: RoundReport) -> Float[Array, ""]:
     groups' solver states; ``report``: the round's report. Returns ``step * sqrt(sum_m noise_m^2)`` where the joint step has
     fallen to a quarter; 0 before, and where nothing is sampled.
     """
-    if not hasattr(states, "noise"):
+    found = matched(states)
+    if found is None:
         return jnp.zeros((), report.total_move.dtype)
     step = jnp.max(report.step)
-    return jnp.where(step <= _LATE_STEP, step * jnp.sqrt(jnp.sum(states.noise**2)), 0.0)
+    return jnp.where(step <= _LATE_STEP, step * jnp.sqrt(jnp.sum(found.noise**2)), 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------------- visits
@@ -116,7 +118,8 @@ class MatchedFactors:
     def share(self, index: Int[Array, ""] | None, q: Any, site: Any, state: Any, key: Any) -> Shares:
         """One factor's share of the evidence; ``state``: its solver's, whose chains go on from where they stood."""
         at, power = (solver_of_prior(self.solver) if index is None else self.solver).vantage(state, q)
-        found = self.factor(index).tilted(at, site, power, key, getattr(state, "chains", None))
+        memory = matched(state)
+        found = self.factor(index).tilted(at, site, power, key, None if memory is None else memory.chains)
         return Shares(found.value, found.variance, found.missed)
 
     def shares(self, q: Any, sites: Any, states: Any, keys: Any) -> Shares:

@@ -19,7 +19,7 @@ from ..expectations import (
 from ..factors import GroupMasks, Packing
 from ..families import ProductNatural
 from ..sites import MAX_HALVINGS, RowVisits, SiteStack, back_off, cavity, posterior, select, take
-from ..solvers import TROUBLES, LocalResult, MatchState, first_match_state, trouble_sentence
+from ..solvers import TROUBLES, LocalResult, MatchState, RowMatches, first_match_state
 from ._moments import Shares, summed_evidence
 from ._product_own import TOGETHER
 from ._product_plan import touched
@@ -34,30 +34,6 @@ from ._tilted import with_chains
 # A group's site is the product of its rows'. The rows of a group are visited in parallel, from the q that the group was
 # sent, so that a visit of a group stays one message; rows stand in the slots of the chunks that groups have anyhow, and
 # one compiled program visits all of them.
-
-
-class RowMatches(NamedTuple):
-    """What a group's last visit found in its rows, each of which is a factor; sites and steps of rows are in :class:`RowVisits`."""
-
-    # Smallest effective sample size (NaN where nothing is sampled), standard error of the group's full step in sds of q, and
-    # smallest share of the power.
-    ess: Float[Array, "M"]
-    noise: Float[Array, "M"]
-    temper: Float[Array, "M"]
-    # What went wrong worst (0: nothing), and in how many rows.
-    trouble: Int[Array, "M"]
-    troubled: Int[Array, "M"]
-
-    def asked(self, family: Any, moments: Any) -> Float[Array, "*M 0"]:
-        """No numbers: what rows asked for is not kept of their groups."""
-        del family, moments
-        return self.ess[..., None][..., :0]
-
-    def sentence(self, own: tuple[str, ...] = ()) -> str | None:
-        """What went wrong in one group's last visit, and the remedy, without the group's name; None where nothing did."""
-        del own
-        found = trouble_sentence(int(self.trouble), float(self.ess), float(self.temper))
-        return None if found is None else f"of {int(self.troubled)} of its rows, each a factor: {found}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,7 +42,7 @@ from ..factors import Packing
 from ..families import GaussianFamily, GaussianNatural
 from ..schedules import Rule
 from ..sites import RowSites, cavity, select, take
-from ..solvers import COLLAPSES, LocalSolver, MatchRules, match_rules
+from ..solvers import LocalSolver, MatchRules, match_rules, matched
 from ._base import sum_span
 from ._factors import Factors, GroupRows
 from ._refinement import cheaper_rule, escalated, relative_error
@@ -138,9 +138,8 @@ def chains_wanted(solver: LocalSolver, state: Any) -> Bool[Array, ""] | bool:
     ``solver``: the groups' solver; ``state``: the groups' solver states. Returns False where there are chains already, or none
     were allowed.
     """
-    if solver.moments != "auto" or not hasattr(state, "collapses") or state.chains is not None:
-        return False
-    return jnp.any(state.collapses >= COLLAPSES)
+    found = matched(state)
+    return False if solver.moments != "auto" or found is None else found.wants_chains
 
 
 def with_chains(solver: LocalSolver, state: Any, dim: int, dtype: Any, used: bool = False) -> Any:
@@ -149,8 +148,8 @@ def with_chains(solver: LocalSolver, state: Any, dim: int, dtype: Any, used: boo
     ``solver``: the groups' solver; ``state``: solver states, one or stacked; ``dim``: D; ``dtype``: floating dtype; ``used``:
     whether moments are taken by them. Returns the states; as they are where they have chains or can have none.
     """
-    settings = chain_settings(solver.moments)
-    if settings is None or not hasattr(state, "chains") or state.chains is not None:
+    settings, found = chain_settings(solver.moments), matched(state)
+    if settings is None or found is None or not found.takes_chains:
         return state
     fresh = no_chains(settings, dim, dtype, used)
     batch = state.collapses.shape

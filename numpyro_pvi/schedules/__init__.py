@@ -49,7 +49,7 @@ from ._network import MeasuredDelays, measured_delays
 from ._sequential import Sequential
 from ._streaming import Streaming
 from ._subset import StochasticSubset
-from ._synchronous import Synchronous
+from ._synchronous import Synchronous, mixing_as, without_mixing
 
 __all__ = [
     "UNHEARD_MOVE",
@@ -88,6 +88,8 @@ __all__ = [
     "StochasticSubset",
     "Streaming",
     "Synchronous",
+    "mixing_as",
+    "without_mixing",
     "Turns",
     "Accepted",
     "accept_jointly",

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..errors import PVIError
+from ..expectations import Expected
 from ..families import GaussianFamily, GaussianMoments, Moments, conditional_divergence
 from ..sites import MAX_HALVINGS, SiteStack, back_off, late_share, posterior, select
 from ._contract import Accepted, Evaluation, Problem, Rule
@@ -51,9 +52,9 @@ def elbo_has_not_fallen(new: Evaluation, old: Evaluation, allowance: Any = 0.0) 
     return new.moments.valid & stays_finite & better
 
 
-def _finite(groups: Any) -> Bool[Array, "M"]:
+def _finite(groups: Expected) -> Bool[Array, "M"]:
     """Of which groups value and target are numbers; of a target all its vectors, and the smallest of its arrays, tell."""
-    leaves, finite = jax.tree.leaves(getattr(groups, "target", None)), jnp.isfinite(groups.value)
+    leaves, finite = jax.tree.leaves(groups.target), jnp.isfinite(groups.value)
     least = min((x.size for x in leaves), default=0)
     for x in leaves:
         if x.ndim <= 2 or x.size == least:

@@ -276,6 +276,23 @@ class SynchronousState(NamedTuple):
         return own if self.mixing is None else jnp.maximum(own, self.mixing.left)
 
 
+def without_mixing(memory: Any) -> Any:
+    """A schedule's memory of rounds that are not extrapolated; as it is where none of its ever are."""
+    return memory._replace(mixing=None) if isinstance(memory, SynchronousState) else memory
+
+
+def mixing_as(wanted: Any, memory: Any) -> Any:
+    """A schedule's memory, with nothing yet to extrapolate from where another one has room for that and it has not.
+
+    Likewise without, and as it is where they agree, or are of different schedules. ``wanted``: what has the room, or has not.
+    """
+    if not (isinstance(memory, SynchronousState) and isinstance(wanted, SynchronousState)):
+        return memory
+    if jax.tree.structure(memory.mixing) == jax.tree.structure(wanted.mixing):
+        return memory
+    return memory._replace(mixing=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), wanted.mixing))
+
+
 @dataclasses.dataclass(frozen=True)
 class Synchronous(ScheduleDefaults):
     """One update of every site from the same q, then absorbed together: ``eta_m <- eta_m + step (proposal_m - eta_m)``.

@@ -17,18 +17,19 @@ from ._base import (
     local_free_energy,
     resolve,
 )
-from ._differential_privacy import DifferentialPrivacy
+from ._differential_privacy import DifferentialPrivacy, counts_releases
 from ._local_elbo import LocalELBO
 from ._matching import (
-    COLLAPSES,
     TROUBLES,
+    Matched,
     MatchRules,
     MatchState,
+    RowMatches,
     first_match_state,
     match_rules,
     match_visit,
+    matched,
     trouble_of,
-    trouble_sentence,
 )
 from ._minibatch import late_from, late_weight, of_params, plan_batches, share_of_steps, step_and_slope
 from ._natural_gradient import Conjugate, NaturalGradient, StochasticNaturalGradient
@@ -37,9 +38,9 @@ from ._snep import SNEP
 
 __all__ = [
     "plan_batches",
-    "COLLAPSES",
     "ByLabel",
     "by_label",
+    "counts_releases",
     "freeze",
     "resolve",
     "AlphaDivergence",
@@ -56,7 +57,10 @@ __all__ = [
     "SolverDefaults",
     "MCMCMoments",
     "MatchRules",
+    "Matched",
     "MatchState",
+    "RowMatches",
+    "matched",
     "NaturalGradient",
     "PowerEP",
     "PrivacySpent",
@@ -75,5 +79,4 @@ __all__ = [
     "share_of_steps",
     "step_and_slope",
     "trouble_of",
-    "trouble_sentence",
 ]

@@ -41,6 +41,11 @@ class PrivateState(NamedTuple):
     terms: Float[Array, "6"]
 
 
+def counts_releases(state: Any) -> bool:
+    """Whether a memory counts what visits have released of the rows."""
+    return isinstance(state, PrivateState)
+
+
 @dataclasses.dataclass(frozen=True)
 class DifferentialPrivacy(SolverDefaults):
     """What a group's visits release, clipped and noised, so that it says little of any one group, or of any one row.

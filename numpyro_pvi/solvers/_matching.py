@@ -169,9 +169,10 @@ def trouble_of(state: Any, index: int | None = None, own: tuple[str, ...] = ()) 
     ``state``: the solver state of one group, or of all with ``index``; of any solver; ``index``: which group; ``own``: names of
     rows' own latents. Returns a sentence without the group's name.
     """
-    if not hasattr(state, "trouble"):
+    found = matched(state)
+    if found is None:
         return None
-    return (state if index is None else jax.tree.map(lambda x: x[index], state)).sentence(own)
+    return (found if index is None else jax.tree.map(lambda x: x[index], found)).sentence(own)
 
 
 class MatchRules(NamedTuple):
@@ -215,6 +216,16 @@ class MatchState(NamedTuple):
     age: Int[Array, ""] | None = None
     beta: Float[Array, ""] | None = None
 
+    @property
+    def takes_chains(self) -> bool:
+        """Whether the memory may still be given room for chains (:func:`numpyro_pvi.solvers.chain_settings`)."""
+        return self.chains is None
+
+    @property
+    def wants_chains(self) -> Bool[Array, ""] | bool:
+        """Whether some group's weights have collapsed so often that there should be some."""
+        return jnp.any(self.collapses >= COLLAPSES) if self.takes_chains else False
+
     def asked(self, family: Any, moments: Any) -> Float[Array, "*M P"]:
         """The full move that the last visit asked for, as of ``family.moves``, to first order; empty where none is kept."""
         if self.last is None:
@@ -225,6 +236,59 @@ class MatchState(NamedTuple):
         """What went wrong in the last visit, and the remedy, without the group's name; None where nothing did."""
         numbers = int(self.trouble), float(self.ess), float(self.temper)
         return trouble_sentence(*numbers, self.chains, int(self.held), self.anchor is not None, own)
+
+
+class RowMatches(NamedTuple):
+    """What a group's last visit found in its rows, each of which is a factor; sites and steps of rows are in :class:`RowVisits`."""
+
+    # Smallest effective sample size (NaN where nothing is sampled), standard error of the group's full step in sds of q, and
+    # smallest share of the power.
+    ess: Float[Array, "M"]
+    noise: Float[Array, "M"]
+    temper: Float[Array, "M"]
+    # What went wrong worst (0: nothing), and in how many rows.
+    trouble: Int[Array, "M"]
+    troubled: Int[Array, "M"]
+
+    def asked(self, family: Any, moments: Any) -> Float[Array, "*M 0"]:
+        """No numbers: what rows asked for is not kept of their groups."""
+        del family, moments
+        return self.ess[..., None][..., :0]
+
+    def sentence(self, own: tuple[str, ...] = ()) -> str | None:
+        """What went wrong in one group's last visit, and the remedy, without the group's name; None where nothing did."""
+        del own
+        found = trouble_sentence(int(self.trouble), float(self.ess), float(self.temper))
+        return None if found is None else f"of {int(self.troubled)} of its rows, each a factor: {found}"
+
+    @property
+    def missed(self) -> Bool[Array, ""]:
+        """Whether quadrature asked for a finer rule: rows are matched by draws or in closed form."""
+        return jnp.array(False)
+
+    @property
+    def chains(self) -> None:
+        """Rows have no chains of their own."""
+        return None
+
+    @property
+    def takes_chains(self) -> bool:
+        """Whether the memory may be given room for chains: of single rows never."""
+        return False
+
+    @property
+    def wants_chains(self) -> bool:
+        """Whether there should be chains: never."""
+        return False
+
+
+# What solvers that ``matches_moments`` remember.
+Matched = MatchState | RowMatches
+
+
+def matched(state: Any) -> Matched | None:
+    """A solver's memory as one of moments that were matched, of one factor or stacked; None where it is of anything else."""
+    return state if isinstance(state, Matched) else None
 
 
 def first_match_state(last: Any, damping: float, dtype: Any, chains: Chains | None = None) -> MatchState:
