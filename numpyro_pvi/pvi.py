@@ -294,7 +294,8 @@ class PVI(SVI):
                 ``numpyro.param`` sites, twice the nats that steps of ``optim`` still gain are then within ``tol ** 2`` as well;
                 what ``numpyro.optim.Minimize`` has found in a round counts as all there is.
             callback: called after every round with ``(rounds done, state, info)``; returning True stops.
-            loss_every: rounds between reported losses; the others are NaN.
+            loss_every: rounds between reported losses; the others are NaN. Where expectations are by draws (``info`` says which
+                are) a loss is an estimate by the draws of its round, off by some tenths of a nat: see :meth:`log_evidence`.
             checkpoint: path of a file that the run keeps, and goes on from where it is there: a run that was killed is
                 finished by the same call. ``num_steps`` counts the rounds of both, ``losses`` has them all, and the result
                 is bit for bit that of a run that was never stopped. A file of another run (solver, schedule, groups,
@@ -765,8 +766,14 @@ class PVI(SVI):
     def _loss_under(
         self, engine: Any, state: PVIState, dynamic: list, static: tuple, often: bool = True, exact: bool = True
     ) -> Float[Array, ""]:
+        before, traced = state, is_traced((state, dynamic))
         state = with_prior_of_now(self, state, dynamic, static)
-        fine, state = state.plan.fine or is_traced((state, dynamic)), reduced(state, engine)
+        fine, state = state.plan.fine or traced, reduced(state, engine)
+        if exact and not traced and self.runtime.elsewhere is None:
+            how = engine, state.plan, static, fine
+            known = self._memory.look.loss(self._followed.programs, before, dynamic, how)
+            if known is not None:
+                return known
         level = self._level(state.plan, dynamic, static, often)
         state, dynamic = placed(engine, state, dynamic, static)
         call = engine, state, dynamic, static

@@ -89,6 +89,23 @@ def test_rounds_that_go_on_from_a_look_are_those_that_look_again(model, guide, r
     assert float(pvi.update(state, X, Y)[1]) != losses[1]
 
 
+@pytest.mark.parametrize("guide", [AutoMultivariateNormal, AutoExponentialFamily])
+@pytest.mark.parametrize("model", [logistic, waves, scaled])
+def test_a_state_is_evaluated_by_what_its_round_has_found(model, guide, regression, known_losses):
+    pvi = regression if (model, guide) == (logistic, AutoMultivariateNormal) else made(model, guide)
+    state, _ = updated(pvi, pvi.init(KEY, X, Y), 2, (X, Y))
+    known = pvi.evaluate(state, X, Y)
+    exact = model is logistic and guide is AutoMultivariateNormal
+    assert not exact or pvi.log_evidence(state, X, Y) == -known
+    forget(pvi)
+    looked = pvi.evaluate(state, X, Y)
+    assert known.dtype == looked.dtype and known.shape == looked.shape
+    np.testing.assert_allclose(known, looked, rtol=1e-12 if known.dtype == jnp.float64 else 2e-6)
+    state, _ = pvi.update(state, X, Y)
+    spoil(pvi)
+    assert float(pvi.evaluate(state, X, Y)) != float(pvi.evaluate(dataclasses.replace(state), X, Y))
+
+
 def _other_rows(pvi, state):
     return state, (X + 0.5, Y)
 
@@ -109,13 +126,15 @@ def _equal_state(pvi, state):
 
 
 @pytest.mark.parametrize("case", [_other_rows, _in_place, _earlier_state, _equal_state])
-def test_a_look_holds_for_its_own_state_and_rows(case, regression):
+def test_a_look_holds_for_its_own_state_and_rows(case, regression, known_losses):
     pvi = regression
     last, _ = pvi.update(pvi.init(KEY, X, Y), X, Y)
     state, data = case(pvi, last)
     spoil(pvi)
+    now = pvi.evaluate(state, *data)
     loss = pvi.update(state, *data)[1]
     forget(pvi)
+    np.testing.assert_allclose(now, pvi.evaluate(state, *data), rtol=1e-6)
     np.testing.assert_array_equal(loss, pvi.update(state, *data)[1])
     assert np.isfinite(float(loss))
 

@@ -326,9 +326,17 @@ def opened(
     return select(opening, (state, carry._replace(evaluation=done.evaluation)), (after, done))
 
 
-def unevaluated(evaluate: Callable[[], Evaluation], rule: Any) -> Evaluation:
-    """An evaluation of the right shapes that says nothing but its rule."""
-    shapes = jax.eval_shape(evaluate)
+def unevaluated(problem: Any, sites: Any, rule: Any, evaluate: Callable[[], Evaluation]) -> Evaluation:
+    """An evaluation of the right shapes that says nothing but its rule.
+
+    ``problem``: the factors; ``sites``: those of q; ``evaluate``: traced for its shapes where the problem does not know them.
+    """
+
+    def found() -> Evaluation:
+        known = problem.shaped(sites, rule)
+        return evaluate() if known is None else known
+
+    shapes = jax.eval_shape(found)
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)._replace(rule=rule)
 
 
@@ -582,7 +590,8 @@ class Engine(FitsParams):
     def _empty(self, problem: LocalProblem, state: PVIState) -> Evaluation:
         """An evaluation of the right shapes, and the state's rule."""
         noise = self.noise(problem, state.rng_key)
-        return unevaluated(lambda: problem.evaluate(state.sites, state.rule, noise, again=True), state.rule)
+        given = state.sites, state.rule
+        return unevaluated(problem, *given, lambda: problem.evaluate(*given, noise, again=True))
 
     def _unread(self, problem: LocalProblem, state: PVIState) -> RoundCarry:
         """The form that rounds take, without a pass over the rows."""

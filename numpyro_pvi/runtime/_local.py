@@ -301,6 +301,25 @@ class LocalProblem(Factors, ProblemDefaults):
         # What rounds keep of an evaluation has no more sites in it than they have.
         return found._replace(groups=dataclasses.replace(found.groups, target=tie(found.groups.target)))
 
+    def shaped(self, sites: SiteStack, rule: Rule) -> Evaluation | None:
+        """See :class:`numpyro_pvi.schedules.ProblemDefaults`: of targets, whose shapes are those of sites, and values of groups.
+
+        None where values are all there is, or there is more: rows set apart, rows' own latents that are integrated out.
+        """
+        local, found = sites.local, self.unread(sites, rule)
+        known = self.units is None or (isinstance(local, LocalSites) and not self.keeps_conditionals)
+        if self.flat or self.blind or self.stochastic or self.wide is not None or not known:
+            return None
+
+        def looked(value: Array, target: Any, local: Any = None) -> Expected:
+            product = jnp.zeros((*value.shape, self.family.dim), value.dtype)
+            return Expected(value, target, product, value, value, value, local)
+
+        prior, own = looked(found.rest, sites.prior) if self.has_prior_factor else None, None
+        if isinstance(local, LocalSites):
+            own = local.rows.linear, local.rows.linear
+        return found._replace(groups=looked(found.groups.value, sites.groups, local), prior=prior, local=own)
+
     def evaluate_at(
         self,
         q,

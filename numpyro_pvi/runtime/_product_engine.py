@@ -343,7 +343,7 @@ class ProductEngine(FitsParams):
         return seen.evaluate(self._bare(state).sites, state.rule, self.noise(state.rng_key))
 
     def _unread(self, seen: ProductFactors, state: PVIState) -> Evaluation:
-        return unevaluated(lambda: self._evaluated(seen, state), state.rule)
+        return unevaluated(seen, self._bare(state).sites, state.rule, lambda: self._evaluated(seen, state))
 
     def _missed(self, state: PVIState, args: tuple, kwargs: dict, moving: Any) -> Bool[Array, ""]:
         """Whether quadrature over predictors misses its tolerance at a state; a looser one while q still moves."""

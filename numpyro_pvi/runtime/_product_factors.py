@@ -212,6 +212,16 @@ class ProductFactors(ProblemDefaults):
         size = jnp.sum(jnp.abs(every))
         return Evaluation(q, moments, groups, prior, rest, elbo, size, rule, jnp.array(False))
 
+    def shaped(self, sites: SiteStack, rule: Any) -> Evaluation:
+        """See :class:`numpyro_pvi.schedules.ProblemDefaults`: messages are of the shapes of sites."""
+        found = self.unread(sites, rule)
+        if self.blind:
+            return found
+        told = not (self.stochastic or self.matches_moments or self.in_turns)
+        groups = expected_of(found.groups.value, sites.groups if told else None)
+        prior = expected_of(found.rest, sites.prior if told else None) if self.has_prior_factor else None
+        return found._replace(groups=groups, prior=prior)
+
     def whole(self, q: ProductNatural, local: Any) -> ProductNatural:
         """Natural parameters of the problem's q, of those that schedules see and what groups hold beside their sites."""
         return q

@@ -268,6 +268,10 @@ class ProblemDefaults(Protocol):
         groups = Expected(zeros, None, None, zeros, zeros, zeros)
         return Evaluation(q, moments, groups, None, rest, zero, zero, rule, jnp.array(False))
 
+    def shaped(self, sites: SiteStack, rule: Any) -> Evaluation | None:
+        """An evaluation of the right shapes and dtypes, for which no factor is traced; None where they are not known so."""
+        return None
+
     def zero_sites(self: Any, dtype: Any) -> SiteStack:
         """Zeros of the shapes of the sites that rounds move: of the groups, and of the prior factor where it has one."""
         none = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), self.prior_natural)

@@ -29,7 +29,7 @@ from numpyro_pvi.solvers import (
 )
 
 from . import checks, models, oracles
-from .fits import Fit, fit
+from .fits import Fit, fit, shapes_compared
 
 
 class Cell(NamedTuple):
@@ -203,7 +203,9 @@ def fit_of(cell: Cell) -> Fit:
     """The cell's trajectory."""
     X, y = data_of(cell)
     labels = models.groups(cell.num_groups)
-    return fit(MAKERS[cell.kind](), X, y, labels, cell.solver, cell.schedule, cell.rounds, cell.guide, cell.init_sites)
+    how = cell.solver, cell.schedule, cell.rounds, cell.guide, cell.init_sites
+    with shapes_compared():
+        return fit(MAKERS[cell.kind](), X, y, labels, *how)
 
 
 def violations(cell: Cell, fitted: Fit) -> dict[str, float]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import numpy as np
 from numpyro.infer.autoguide import AutoMultivariateNormal
 
 from numpyro_pvi import PVI, Partition
+from numpyro_pvi.runtime import _engine, _product_engine
 
 # Rounds whose every state is kept.
 FIRST = 6
@@ -32,6 +36,33 @@ class Fit(NamedTuple):
         """Covariates and responses of the group at a position of the stacked arrays."""
         mine = self.labels == self.last.plan.partition.table.labels[index]
         return self.X[mine], self.y[mine]
+
+
+@contextlib.contextmanager
+def shapes_compared(known_by: Any = None) -> Iterator[list[bool]]:
+    """Hold what factors know of an evaluation's shapes to those of one that is traced.
+
+    ``known_by``: a factor's own word in the place of ``Problem.shaped``. The value fills with whether they were known, once a look.
+    """
+    found: list[bool] = []
+
+    def compared(problem, sites, rule, evaluate):
+        known = jax.eval_shape(lambda: (known_by or type(problem).shaped)(problem, sites, rule))
+        traced = jax.eval_shape(evaluate)
+        if known is not None:
+            # But for the rule, which is the state's.
+            one, other = (jax.tree.flatten(x._replace(rule=None)) for x in (known, traced))
+            assert one[1] == other[1], f"{type(problem).__name__} says {one[1]}, and an evaluation is {other[1]}"
+            assert [(x.shape, x.dtype) for x in one[0]] == [(x.shape, x.dtype) for x in other[0]]
+        found.append(known is not None)
+        return own(problem, sites, rule, evaluate)
+
+    own = _engine.unevaluated
+    with (
+        mock.patch.object(_engine, "unevaluated", compared),
+        mock.patch.object(_product_engine, "unevaluated", compared),
+    ):
+        yield found
 
 
 class Numbers(NamedTuple):

@@ -35,7 +35,7 @@ from numpyro_pvi.solvers import Conjugate, PowerEP, StochasticNaturalGradient
 
 from . import test_alpha_families, test_any_model, test_product, test_product_resume, test_row_numbers, test_vmp
 from .cells import CELLS, fit_of
-from .fits import FIRST
+from .fits import FIRST, shapes_compared
 
 FOLDER = pathlib.Path(__file__).parent / "golden"
 KEY = jax.random.key(0)
@@ -190,10 +190,11 @@ def of_case(name) -> Trajectory:
     pvi, data = CASES[name].make(), CASES[name].data
     state = pvi.init(KEY, *data)
     states, losses = [state], []
-    for _ in range(ROUNDS):
-        state, loss = pvi.update(state, *data)
-        states.append(state)
-        losses.append(float(loss))
+    with shapes_compared():
+        for _ in range(ROUNDS):
+            state, loss = pvi.update(state, *data)
+            states.append(state)
+            losses.append(float(loss))
     return Trajectory([_parameters(pvi, state) for state in states], losses)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from . import golden
 from .cells import CELLS
+from .fits import shapes_compared
 
 
 @pytest.mark.parametrize("name", golden.CASES)
@@ -32,3 +33,19 @@ def test_another_way_is_seen(where):
         else:
             other["losses"][1] += change * max(1.0, abs(other["losses"][1]))
         assert golden.too_far(name, golden.Trajectory(**other)) is not None
+
+
+@pytest.mark.parametrize("name", ["families-logistic", "param-parallel"])
+def test_shapes_of_evaluations_are_known_and_held_to(name):
+    """Nobody traces the density for them alone; a wrong word of them is seen."""
+    pvi, data = golden.CASES[name].make(), golden.CASES[name].data
+    state = pvi.init(golden.KEY, *data)
+    with shapes_compared(_without_groups), pytest.raises(AssertionError, match="says"):
+        pvi.update(state, *data)
+    with shapes_compared() as known:
+        pvi.update(state, *data)
+    assert known == [True]
+
+
+def _without_groups(problem, sites, rule):
+    return type(problem).shaped(problem, sites, rule)._replace(groups=None)
