@@ -12,6 +12,7 @@ import numpy as np
 
 from ._driver import Progress
 from ._group_lifecycle import all_absent, position, refuse_absent, refuse_tied, rows_of
+from ._saving import prepare_guide
 from ._state import Plan, PVIState
 from ._user_inputs import check_run, check_state
 from ._warnings import warn
@@ -151,7 +152,10 @@ class Newcomers:
         if comparison is not None and (pvi.partition is None or pvi.partition.check):
             _check_structure(state.plan, jax.device_get(comparison))
         sites = dataclasses.replace(fields["sites"], others=state.sites.others)
-        return dataclasses.replace(state, **{**fields, "sites": sites}), dynamic, static
+        state = dataclasses.replace(state, **{**fields, "sites": sites})
+        # A PVI of this process may have seen no rows before these.
+        prepare_guide(pvi, state, args, kwargs)
+        return state, dynamic, static
 
 
 def _with_groups(state: PVIState, arrival: Arrival, slots: np.ndarray, signature: Any) -> PVIState:

@@ -12,7 +12,17 @@ import optax
 import pytest
 from numpyro.infer.autoguide import AutoMultivariateNormal
 
-from numpyro_pvi import PRIOR, PVI, DataError, Partition, PartitionError, PVIError, SkippedGroupError, StateError
+from numpyro_pvi import (
+    PRIOR,
+    PVI,
+    AutoExponentialFamily,
+    DataError,
+    Partition,
+    PartitionError,
+    PVIError,
+    SkippedGroupError,
+    StateError,
+)
 from numpyro_pvi.factors._plan import _pack_padded
 from numpyro_pvi.runtime._factors import GroupRows
 from numpyro_pvi.schedules import Streaming, Synchronous
@@ -161,6 +171,22 @@ def test_a_saved_stream_is_streamed_on(streamed, tmp_path):
 
 def _is_key(x):
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+@pytest.mark.parametrize("guide", [AutoMultivariateNormal, AutoExponentialFamily])
+@pytest.mark.parametrize("verb", ["add_group", "revisit"])
+def test_a_fresh_pvi_streams_on_and_knows_its_guide_by_the_rows_that_come(guide, verb):
+    def made():
+        return PVI(Partition(linear, "data", ["a"] * 8), guide(linear), schedule=Streaming())
+
+    first, fresh, label = made(), made(), "b" if verb == "add_group" else "a"
+    state = first.run(KEY, 1, *rows_of("a"), progress_bar=False).state
+    found, wanted = (
+        pvi.get_params(getattr(pvi, verb)(state, label, *rows_of(label), num_steps=1)) for pvi in (fresh, first)
+    )
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(found[name], value)
 
 
 def test_slots_double_and_close_up():

@@ -155,7 +155,8 @@ def choose_reading(
 
     ``partition``: the model with its grouping, and the mode that was asked for; ``trace``: an abstract trace of it; ``params``:
     constrained values of ``numpyro.param`` sites, or None for their initial values. Returns the mechanism, the packing of rows
-    and the probe. Falling back to masks warns with the cost and the reasons. Raises PartitionError when the one mechanism that
+    and the probe. Falling back to masks warns with the cost and the reasons, or notes them where it costs little and nothing else
+    would do. Raises PartitionError when the one mechanism that
     was asked for does not fit.
     """
     sizes = rows.sizes(trace)
@@ -189,9 +190,11 @@ def choose_reading(
         f"every one of the {table.num_groups} groups costs a full pass over all {table.num_rows} rows, because no cheaper way to "
         f"evaluate one group fits the model. {reasons}"
     )
-    if not partition.by_default or attempt.work() > _CHEAP_WORK:
+    # Of several plates nothing cheaper can be written: what costs little is a line of `info`.
+    settled = partition.by_default or len(rows.plates) > 1
+    if not settled or attempt.work() > _CHEAP_WORK:
         warn(f"{attempt.where}: {cost}")
-    return dataclasses.replace(read, reason=cost) if partition.by_default else read
+    return dataclasses.replace(read, reason=cost) if settled else read
 
 
 def row_arguments(

@@ -551,6 +551,18 @@ def test_masks_warn_with_their_cost_and_the_reasons():
         partition_of(TABLE_ROWS["b1"]).plan()
 
 
+@pytest.mark.parametrize("allowed", [None, 0])
+def test_several_plates_warn_only_of_what_costs_something(monkeypatch, allowed):
+    """Nothing cheaper can be written for them: what is cheap is said where a state is described."""
+    if allowed is not None:
+        monkeypatch.setattr("numpyro_pvi.factors._mechanism._CHEAP_WORK", allowed)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        plan = partition_of(TABLE_ROWS["h5-observed"]).plan(*TABLE_ROWS["h5-observed"].args)
+    assert len(told) == (allowed is not None)
+    assert "costs a full pass" in plan.reason
+
+
 def test_one_group_by_masks_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
