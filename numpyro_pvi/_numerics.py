@@ -482,11 +482,6 @@ class Flat:
             own.append(x.reshape(-1))
         return cls(tuple(jnp.concatenate(own) for own in by_dtype.values()), structure, tuple(leaves))
 
-    def leaf(self, pick: Callable[[Any], Any]) -> np.ndarray:
-        """One array, on the host, without a program to take it out; ``pick``: of a tree of such, which."""
-        place, begin, shape = pick(self.structure.unflatten(self.leaves))
-        return _part(np.asarray(self.vectors[place]), begin, shape)
-
     @property
     def tree(self) -> Any:
         """The pytree, of arrays with the axes that stand in front; of NumPy's where the vectors are."""

@@ -119,10 +119,7 @@ def standstill(state: PVIState) -> str:
     start = "init_params, or init_sites='curvature'" if state.plan.starts_curved else "init_params"
     verdict = "q is not at an optimum"
     if why == FELL and report.estimate.dtype == np.float32:
-        verdict += (
-            ", unless the last losses agree in six digits, beyond which single precision does not tell of a fall: then q is at one "
-            "as nearly as it can be, and jax.config.update('jax_enable_x64', True) goes on from there"
-        )
+        verdict += " (or, where the last losses agree in six digits, at one but for rounding: jax_enable_x64 goes on from there)"
     if why == VISITS:
         return (
             f"the visits that the schedule allows ended before {who} had settled (about {size} are left), and it does not come "

@@ -24,7 +24,7 @@ from ._user_inputs import float_dtype, watched
 from ._warnings import warn
 from .errors import PVIError, StateError
 from .factors import Planned, join_arguments, move_to_prior_factor, plan_factors
-from .runtime import SLOPES_OF
+from .runtime import SLOPES_OF, RoundsDone
 from .schedules import BY_FACTOR, mixing_as
 from .sites import posterior
 from .solvers import counts_releases
@@ -110,10 +110,14 @@ class _Look(NamedTuple):
     """What :class:`LastLook` keeps."""
 
     state: weakref.ref
-    programs: weakref.ref
+    # What the model was: another one where programs were dropped since.
+    token: Any
     how: tuple
     rows: list[Any]
     evaluation: Any
+    # Negative ELBOs of the last rounds in nats, and how many there were.
+    losses: Any
+    done: Any
 
 
 class LastLook:
@@ -142,7 +146,7 @@ class LastLook:
         if unseen is None:
             return None
         if (known := self._known(programs, state, dynamic, how)) is not None:
-            return known, np.True_
+            return known.evaluation, np.True_
         # All at once, and small ones once: an array after another takes a millisecond.
         leaves, structure = jax.tree.flatten(unseen)
         shapes = structure, tuple((x.shape, x.dtype) for x in leaves)
@@ -161,20 +165,21 @@ class LastLook:
         ``programs``, ``state``, ``dynamic``, ``how``: as of :meth:`at`.
         """
         known = self._known(programs, state, dynamic, how)
-        return None if known is None else on_device(-known.leaf(lambda evaluation: evaluation.elbo))
+        done = 0 if known is None else int(known.done)
+        return None if known is None or not done else on_device(np.asarray(known.losses)[done - 1])
 
-    def _known(self, programs: Any, state: PVIState, dynamic: list, how: tuple) -> Any:
+    def _known(self, programs: Any, state: PVIState, dynamic: list, how: tuple) -> _Look | None:
         kept, holds = self._kept, programs.has_made(state) and not programs.restless
-        same = kept is not None and kept.state() is state and kept.programs() is programs and kept.how == how
-        return kept.evaluation if kept is not None and same and holds and _same_rows(kept.rows, dynamic) else None
+        same = kept is not None and kept.state() is state and kept.token is programs.token and kept.how == how
+        return kept if kept is not None and same and holds and _same_rows(kept.rows, dynamic) else None
 
-    def keep(self, programs: Any, state: PVIState, dynamic: list, how: tuple, evaluation: Any) -> None:
-        """Remember what rounds ended with. ``evaluation``: theirs; None forgets the last one."""
+    def keep(self, programs: Any, state: PVIState, dynamic: list, how: tuple, done: RoundsDone | None) -> None:
+        """Remember what rounds ended with. ``done``: of rounds that left an evaluation; None forgets the last one."""
         self._kept = None
-        if evaluation is not None:
+        if done is not None and done.evaluation is not None:
             rows = [x if x.nbytes <= _COMPARED else weakref.ref(x) for x in dynamic]
             own = weakref.ref(state, self._drop)
-            self._kept = _Look(own, weakref.ref(programs), how, rows, evaluation)
+            self._kept = _Look(own, programs.token, how, rows, done.evaluation, done.losses, done.done)
 
     def forget(self) -> None:
         """Have the next rounds look for themselves."""

@@ -760,7 +760,7 @@ class PVI(SVI):
             done = done._replace(state=marked)
         programs.note(done.state)
         if told is not None:
-            self._memory.look.keep(programs, done.state, dynamic, how, None if missed else done.evaluation)
+            self._memory.look.keep(programs, done.state, dynamic, how, None if missed else done)
         return done
 
     def _loss_under(

@@ -68,7 +68,7 @@ def forget(pvi):
 def spoil(pvi):
     kept = pvi._memory.look._kept
     spoiled = jax.tree.map(lambda x: x + 7 if jnp.issubdtype(x.dtype, jnp.inexact) else x, kept.evaluation)
-    pvi._memory.look._kept = kept._replace(evaluation=spoiled)
+    pvi._memory.look._kept = kept._replace(evaluation=spoiled, losses=kept.losses + 7)
 
 
 @pytest.mark.parametrize("guide", [AutoMultivariateNormal, AutoExponentialFamily])
@@ -95,8 +95,6 @@ def test_a_state_is_evaluated_by_what_its_round_has_found(model, guide, regressi
     pvi = regression if (model, guide) == (logistic, AutoMultivariateNormal) else made(model, guide)
     state, _ = updated(pvi, pvi.init(KEY, X, Y), 2, (X, Y))
     known = pvi.evaluate(state, X, Y)
-    exact = model is logistic and guide is AutoMultivariateNormal
-    assert not exact or pvi.log_evidence(state, X, Y) == -known
     forget(pvi)
     looked = pvi.evaluate(state, X, Y)
     assert known.dtype == looked.dtype and known.shape == looked.shape
@@ -148,20 +146,26 @@ def test_a_look_goes_with_its_state_and_is_of_one_pvi(regression):
     assert pvi._memory.look._kept is None
 
 
-def test_a_look_is_of_the_model_as_it_was():
-    width = np.array([1.0])
+@pytest.mark.parametrize("seen", [True, False], ids=["closed over", "a file"])
+def test_a_look_is_of_the_model_as_it_was(seen, tmp_path, known_losses):
+    width, file = np.array([1.0]), tmp_path / "width"
+    file.write_text("1.0")
 
     def model(X, y):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
         with numpyro.plate("n", X.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=X @ w * width[0]), obs=y)
+            factor = width[0] if seen else float(file.read_text())
+            numpyro.sample("y", dist.Bernoulli(logits=X @ w * factor), obs=y)
 
     pvi = made(model)
     state, _ = pvi.update(pvi.init(KEY, X, Y), X, Y)
     spoil(pvi)
     width[0] = 2.0
+    file.write_text("2.0")
+    now = pvi.evaluate(state, X, Y)
     loss = pvi.update(state, X, Y)[1]
     forget(pvi)
+    np.testing.assert_allclose(now, pvi.evaluate(state, X, Y), rtol=1e-6)
     np.testing.assert_array_equal(loss, pvi.update(state, X, Y)[1])
     assert np.isfinite(float(loss))
 

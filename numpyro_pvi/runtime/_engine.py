@@ -185,7 +185,9 @@ def settle(
     """
     able = _of_programs(problem, lambda p: p.mode == "auto")
     old = evaluation.rule.points
-    if not (problem.can_switch and noise is not None):
+    # Values alone say nothing of where points lead.
+    values = problem.stochastic and problem.units is None
+    if values or not (problem.can_switch and noise is not None):
         return problem.evaluate(sites, evaluation.rule, noise, again=again) if stale else evaluation
     spread = -0.5 * cast(Any, evaluation.moments).log_det_precision / problem.family.dim
     any_sampled = jnp.any(old.sampled)

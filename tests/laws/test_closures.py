@@ -32,7 +32,10 @@ from numpyro_pvi.factors import split_arguments
 from numpyro_pvi.schedules import Synchronous
 from numpyro_pvi.solvers import Conjugate
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*every one of the .* groups costs a full pass")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*every one of the .* groups costs a full pass"),
+    pytest.mark.usefixtures("known_losses"),
+]
 
 N, KEY = 6, jax.random.key(0)
 LABELS = np.arange(N) % 2

@@ -580,3 +580,22 @@ def test_masks_have_no_batches():
     all_rows = LocalELBO(optax.lbfgs(), num_steps=5, num_particles=2)
     pvi = PVI(Partition(model, "data", LABELS, mode="mask"), AutoDiagonalNormal(model), solver=all_rows)
     assert np.isfinite(pvi.run(KEY, 2, X, CLASSES, progress_bar=False).losses).all()
+
+
+@pytest.mark.parametrize("guide", [AutoMultivariateNormal, AutoDiagonalNormal])
+def test_params_of_a_model_without_structure_are_stepped_beside_values_alone(guide):
+    """Evaluations hold no messages that points could be compared by; the losses are on the same draws throughout."""
+
+    def model(X, y):
+        width = numpyro.param("width", 3.0, constraint=dist.constraints.positive)
+        scale = numpyro.sample("scale", dist.Gamma(2.0, 1.0))
+        a = numpyro.sample("a", dist.Normal(0.0, width))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(jnp.tanh(a * scale) * X[:, 0], 1.0), obs=y)
+
+    solver = LocalELBO(num_steps=2, num_particles=4)
+    pvi, result = fit(model, Y, solver, 3, guide=guide, optim=numpyro.optim.Adam(0.1))
+    assert np.all(np.isfinite(result.losses))
+    # Adam's steps are .1 long, in the log of the width.
+    np.testing.assert_allclose(abs(np.log(result.params["width"] / 3.0)), 0.3, atol=0.1)
+    np.testing.assert_allclose(result.losses[-1], pvi.evaluate(result.state, X, Y), rtol=1e-5)
