@@ -55,6 +55,7 @@ from ._gaussian import (
     bounded_precision,
     conditional_divergence,
     conditional_moments,
+    conditional_products,
     schur_complement,
 )
 from ._grids import GridDefaults, GridRule, grid_rule, levels_of
@@ -169,6 +170,7 @@ __all__ = [
     "bounded_precision",
     "conditional_divergence",
     "conditional_moments",
+    "conditional_products",
     "dense_natural",
     "family_for",
     "grid_rule",

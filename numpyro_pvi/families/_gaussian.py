@@ -179,6 +179,14 @@ class GaussianDefaults(FamilyDefaults):
         """Whitened coordinates of changes at one q: see :func:`numpyro_pvi.families.whitening`."""
         return GaussianWhitening(self, self.moments(natural))
 
+    def inner_products(self: Any, moments: GaussianMoments, change: GaussianNatural) -> Float[Array, "W W"]:
+        """Inner products of W changes of the naturals (leading axis) in q's Fisher metric.
+
+        Half that of a small change with itself is its divergence.
+        """
+        white = jax.vmap(GaussianWhitening(self, moments).coordinates)(change)
+        return white @ white.T
+
     def standard(self: Any, dtype: Any) -> GaussianMoments:
         """The standard normal, to fill a memory with before there is a q."""
         return self.moments(self.from_loc_sd(jnp.zeros((self.dim,), dtype), jnp.ones((self.dim,), dtype)))
@@ -626,15 +634,6 @@ class NormalFamily(GaussianDefaults):
         """Marginal variances."""
         return moments.scale**2
 
-    def inner_products(self, moments: GaussianMoments, change: GaussianNatural) -> Float[Array, "W W"]:
-        """Of changes of the naturals, Float[W D] each, in q's Fisher metric: ``sum_d v g_i g_j + 1/2 v^2 p_i p_j``.
-
-        v are variances and ``g = h - p m``; half the inner product of a small change with itself is its divergence.
-        """
-        variances = self.variances(moments)
-        force = change.precision_mean - change.precision * moments.loc
-        return (force * variances) @ force.T + 0.5 * (change.precision * variances**2) @ change.precision.T
-
     def covariance_product(self, moments: GaussianMoments, vector) -> Float[Array, "*batch D"]:
         """``V * vector``."""
         return moments.scale**2 * vector
@@ -788,6 +787,36 @@ def conditional_moments(natural: ConditionalNatural) -> ConditionalMoments:
         entropy,
         valid,
     )
+
+
+def conditional_products(
+    natural: ConditionalNatural, shared: GaussianMoments, change: ConditionalNatural
+) -> Float[Array, "W W"]:
+    """Of changes of Gaussians given the shared latents, inner products in the Fisher metric of the joint one.
+
+    With ``A theta + a`` the mean, ``V = B^-1`` the covariance given theta, ``S`` that of theta and ``m`` its mean, a change of b, B
+    and C moves the mean by ``u + U (theta - m)``, ``u = V (db - dB E z - dC m)`` and ``U = -V (dC + dB A)``: the sum over rows of
+
+        u^T B u' + tr(U^T B U' S) + 1/2 tr(dB V dB' V).
+
+    ``natural``: natural parameters of every row's, under a full covariance; ``shared``: of theta; ``change``: Float[W ...] each.
+    """
+    moments, root = conditional_moments(natural), shared.scale
+    mean = moments.mean(shared.loc)
+
+    def white(own: ConditionalNatural) -> Float[Array, "N"]:
+        force = own.linear - jnp.einsum("...ij,...j->...i", own.precision, mean) - own.cross @ shared.loc
+        slope = own.cross + own.precision @ moments.slope
+        inner = jnp.swapaxes(moments.root, -1, -2)
+        parts = (
+            jnp.einsum("...ij,...j->...i", inner, force),
+            inner @ slope @ root,
+            jnp.sqrt(0.5) * inner @ own.precision @ moments.root,
+        )
+        return jnp.concatenate([x.reshape(-1) for x in parts])
+
+    found = jax.vmap(white)(change)
+    return found @ found.T
 
 
 def schur_complement(

@@ -31,6 +31,7 @@ from ..families import (
     RowFamily,
     RowMoments,
     conditional_moments,
+    conditional_products,
 )
 from ..schedules import Evaluation, ProblemDefaults, RoundCarry, Rule, move_in_nats
 from ..sites import (
@@ -426,16 +427,20 @@ class LocalProblem(Factors, ProblemDefaults):
         return in_batches(one, eps, _PAIRS_AT_ONCE)
 
     def zero_sites(self, dtype: Any) -> SiteStack:
-        """See :class:`numpyro_pvi.schedules.ProblemDefaults`; with what groups hold of their own latents, if q is mean-field."""
+        """See :class:`numpyro_pvi.schedules.ProblemDefaults`; with what groups hold of their own latents."""
         sites = super().zero_sites(dtype)
-        if self.units is None or self.keeps_conditionals or self.family.full or self.runtime.alone is not self.runtime:
+        if self.units is None or self.keeps_conditionals or self.runtime.alone is not self.runtime:
             return sites
-        none = jnp.zeros((*self.data.chunks[1].shape, self.units[1]), dtype)
-        rows = ConditionalNatural(none, none, jnp.zeros((*none.shape, 0), dtype))
+        width, full = self.units[1], self.family.full
+        none = jnp.zeros((*self.data.chunks[1].shape, width), dtype)
+        precision = jnp.zeros((*none.shape, width), dtype) if full else none
+        rows = ConditionalNatural(none, precision, jnp.zeros((*none.shape, self.family.dim if full else 0), dtype))
         return dataclasses.replace(sites, local=LocalSites(sites.groups, rows))
 
-    def own_products(self, evaluation: Evaluation, change: LocalSites) -> Float[Array, "W W"]:
+    def own_products(self, evaluation: Evaluation, local: LocalSites, change: LocalSites) -> Float[Array, "W W"]:
         """See :class:`numpyro_pvi.schedules.ProblemDefaults`."""
+        if self.family.full:
+            return conditional_products(local.rows, evaluation.moments, change.rows)
         loc, sd = (x.ravel() for x in evaluation.local)
         linear, precision = (x.reshape(x.shape[0], -1) for x in (change.rows.linear, change.rows.precision))
         moments = GaussianMoments(loc, sd, jnp.zeros_like(loc[0]), jnp.array(True))

@@ -278,8 +278,11 @@ class ProblemDefaults(Protocol):
         groups = jax.tree.map(lambda x: jnp.zeros((1 if self.flat else self.num_groups, *x.shape), dtype), none)
         return SiteStack(groups, none if self.has_prior_factor else None)
 
-    def own_products(self, evaluation: Any, change: Any) -> Any:
-        """Of changes of the rows' own naturals (leading axis W), inner products in q's Fisher metric; 0 where they have none."""
+    def own_products(self, evaluation: Any, local: Any, change: Any) -> Any:
+        """Of changes of the rows' own naturals (leading axis W), inner products in q's Fisher metric; 0 where they have none.
+
+        ``evaluation``: at q; ``local``: what groups hold of these latents there.
+        """
         return 0.0
 
     def tidy(self: Any, sites: SiteStack) -> SiteStack:

@@ -27,8 +27,8 @@ from ._contract import Evaluation, Problem, RoundCarry, ScheduleDefaults, Turns
 from ._convergence import round_report, with_prior
 
 # ------------------------------------------------------------------------------------------------------ Anderson mixing
-# Extrapolation over rounds, where sites are two numbers per row, q is mean-field, or components move in turns: Anderson mixing of
-# their last targets.
+# Extrapolation over rounds, where sites are two numbers per row, q is mean-field, rows have latents of their own, or components
+# move in turns: Anderson mixing of their last targets.
 
 # Rounds remembered; rows from which on a round costs so much that fewer rounds matter; and the residual, in posterior sds and
 # their like for the precision, beyond which steps say too little of one another.
@@ -59,7 +59,8 @@ def no_mixing(problem: Any, whole: bool, dtype: Any) -> Mixing | None:
     """An empty memory, or None where rounds are not extrapolated.
 
     ``whole``: whether the schedule takes full steps of its own accord. Returns the memory: for sites by rows, from
-    :data:`LEAST_ROWS` rows on, for those of a mean-field q, and of components in turns, under a solver of one full step a visit.
+    :data:`LEAST_ROWS` rows on, for those of a mean-field q or beside rows' own latents, and of components in turns, under a solver
+    of one full step a visit.
     """
     solver = problem.solver
     if not whole or not solver.immediate or solver.step_size != 1.0:
@@ -73,14 +74,17 @@ def no_mixing(problem: Any, whole: bool, dtype: Any) -> Mixing | None:
 
 
 def _mixes_sites(problem: Any) -> bool:
-    """Whether rounds on a q of independent parts are extrapolated: they contract by the correlations that it does not have."""
+    """Whether rounds on a q of independent parts are extrapolated: they contract by the correlations that it does not have.
+
+    So are those of a full covariance where rows have latents of their own, which follow what they say of their law by steps.
+    """
     if problem.stochastic or problem.blind or problem.matches_moments or problem.tied:
         return False
     # Values by draws compare between two q of one round, and rounds do not; latents of rows follow within turns, and what clients
     # hold of theirs is nowhere else.
     sites = jax.eval_shape(lambda: problem.zero_sites(float))
     here = sites.local is None if problem.in_turns else problem.units is None or sites.local is not None
-    contracts = (problem.in_turns and not problem.noisy) or problem.capped
+    contracts = (problem.in_turns and not problem.noisy) or problem.capped or problem.units is not None
     return contracts and here and sum(x.size for x in jax.tree.leaves(sites)) <= _MOST_MIXED
 
 
@@ -98,10 +102,13 @@ def _asked(problem: Any, residuals: SiteStack) -> _Asked:
     return _Asked(jax.vmap(lambda mine: posterior(nothing, mine))(residuals), None if problem.units is None else own)
 
 
-def _products(problem: Any, old: Evaluation, change: _Asked) -> Float[Array, "W W"]:
-    """Inner products of changes of the naturals in q's Fisher metric, that of the rows' own latents with it."""
+def _products(problem: Any, old: Evaluation, local: Any, change: _Asked) -> Float[Array, "W W"]:
+    """Inner products of changes of the naturals in q's Fisher metric, that of the rows' own latents with it.
+
+    ``local``: what groups hold of these at q.
+    """
     found = problem.family.inner_products(old.moments, change.shared)
-    return found if change.own is None else found + problem.own_products(old, change.own)
+    return found if change.own is None else found + problem.own_products(old, local, change.own)
 
 
 def mixture(
@@ -127,7 +134,7 @@ def mixture(
     residuals = targets - points
     asked = _asked(problem, residuals)
     change = jax.tree.map(lambda r: jnp.append(r[-1] - r[:-1], r[-1:], axis=0), asked)
-    gram = _products(problem, carry.evaluation, change)
+    gram = _products(problem, carry.evaluation, here.local, change)
     shares = mixing_shares(gram, filled)
     # A mean-field q waits until the memory is full, and takes the plain steps that it always took until then.
     attempt = (filled > 1 if problem.flat else filled == WINDOW) & ~mixing.refused & carry.evaluation.moments.valid
@@ -135,7 +142,7 @@ def mixture(
     memory = mixing._replace(points=points, targets=targets, filled=filled)
     if not problem.flat:
         steps = _asked(problem, jax.tree.map(lambda p: p[-1] - p[:-1], points))
-        left, reach = _still_to_go(problem, carry.evaluation, gram, steps, filled, mixing.reach)
+        left, reach = _still_to_go(problem, carry.evaluation, here.local, gram, steps, filled, mixing.reach)
         left = jnp.where(sampled, 0.0, left)
         memory = memory._replace(left=left.astype(mixing.left.dtype), reach=reach.astype(mixing.reach.dtype))
     aims = targets if step is None else jax.tree.map(lambda p, r: p + step * r, points, residuals)
@@ -158,7 +165,7 @@ def _is_where_it_ended(mixing: Mixing, here: Evaluation) -> Bool[Array, ""]:
 
 
 def _still_to_go(
-    problem: Any, old: Evaluation, gram: Any, steps: Any, filled: Int[Array, ""], reach: Any
+    problem: Any, old: Evaluation, local: Any, gram: Any, steps: Any, filled: Int[Array, ""], reach: Any
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """An estimate of how far q is from where rounds lead: the residual, times the most that q went for a change of residuals.
 
@@ -168,23 +175,23 @@ def _still_to_go(
     window has seen it go, where it has begun anew. Returns posterior sds, and their like for the precision; and what q went for a
     change at most.
     """
-    whole = _squares(problem, old, _Asked(jax.tree.map(lambda x: x[None], old.q), None))[0]
+    whole = _squares(problem, old, local, _Asked(jax.tree.map(lambda x: x[None], old.q), None))[0]
     if problem.units is not None:
         # Of a Gaussian's own naturals it is a half for every coordinate.
         whole = whole + 0.5 * math.prod(problem.units)
     within = 64 * jnp.finfo(gram.dtype).eps * jnp.sqrt(jnp.maximum(whole, 1.0))
     changes = jnp.sqrt(jnp.maximum(jnp.diagonal(gram)[:-1], 0.0))
     there = (jnp.arange(WINDOW - 1) >= WINDOW - filled) & (changes > within)
-    ratios = jnp.sqrt(jnp.maximum(_squares(problem, old, steps), 0.0)) / jnp.where(there, changes, 1.0)
+    ratios = jnp.sqrt(jnp.maximum(_squares(problem, old, local, steps), 0.0)) / jnp.where(there, changes, 1.0)
     found = jnp.max(jnp.where(there, ratios, 0.0), initial=1.0)
     reach = jnp.where(filled == WINDOW, found, jnp.maximum(found, reach))
     length = _length(gram)
     return jnp.where(length > within, length * reach, 0.0), reach
 
 
-def _squares(problem: Any, old: Evaluation, change: _Asked) -> Float[Array, "W"]:
+def _squares(problem: Any, old: Evaluation, local: Any, change: _Asked) -> Float[Array, "W"]:
     """Squared lengths of changes of the naturals in q's Fisher metric."""
-    return jnp.diagonal(_products(problem, old, change))
+    return jnp.diagonal(_products(problem, old, local, change))
 
 
 def _length(gram: Float[Array, "W W"]) -> Float[Array, ""]:
