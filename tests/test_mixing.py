@@ -333,7 +333,7 @@ def test_what_is_left_counts_the_slowest_mode(monkeypatch):
         return np.max(np.abs(fit.params["w_auto_loc"] - mean) * np.sqrt(np.diag(precision)))
 
     assert off() < 1e-2
-    monkeypatch.setattr(_synchronous, "_still_to_go", lambda problem, old, gram, *rest: (0.0 * gram[0, 0],) * 2)
+    monkeypatch.setattr(_synchronous, "_still_to_go", lambda problem, old, local, gram, *rest: (0.0 * gram[0, 0],) * 2)
     jax.clear_caches()
     wrong = off()
     jax.clear_caches()
