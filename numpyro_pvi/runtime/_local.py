@@ -307,8 +307,12 @@ class LocalProblem(Factors, ProblemDefaults):
 
         None where values are all there is, or there is more: rows set apart, rows' own latents that are integrated out.
         """
-        local, found = sites.local, self.unread(sites, rule)
-        known = self.units is None or (isinstance(local, LocalSites) and not self.keeps_conditionals)
+        # Sites of rows stand beside those of groups as well, and no evaluation has any.
+        local = sites.local if isinstance(sites.local, LocalSites) else None
+        found, known = (
+            self.unread(sites, rule),
+            self.units is None or (local is not None and not self.keeps_conditionals),
+        )
         if self.flat or self.blind or self.stochastic or self.wide is not None or not known:
             return None
 
@@ -317,7 +321,7 @@ class LocalProblem(Factors, ProblemDefaults):
             return Expected(value, target, product, value, value, value, local)
 
         prior, own = looked(found.rest, sites.prior) if self.has_prior_factor else None, None
-        if isinstance(local, LocalSites):
+        if local is not None:
             own = local.rows.linear, local.rows.linear
         return found._replace(groups=looked(found.groups.value, sites.groups, local), prior=prior, local=own)
 
