@@ -218,7 +218,7 @@ class MatchState(NamedTuple):
 
     @property
     def takes_chains(self) -> bool:
-        """Whether the memory may still be given room for chains (:func:`numpyro_pvi.solvers.chain_settings`)."""
+        """Whether the memory may still be given room for chains (:func:`numpyro_pvi.expectations.chain_settings`)."""
         return self.chains is None
 
     @property
@@ -263,7 +263,7 @@ class RowMatches(NamedTuple):
 
     @property
     def missed(self) -> Bool[Array, ""]:
-        """Whether quadrature asked for a finer rule: rows are matched by draws or in closed form."""
+        """Whether quadrature asked for a finer rule than was compiled in: of rows nothing tells."""
         return jnp.array(False)
 
     @property
