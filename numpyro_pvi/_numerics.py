@@ -448,11 +448,6 @@ def hessian_of(function: Callable[..., Any], argnums: int = 0) -> Callable[..., 
     return jax.jacfwd(grad(function, argnums), argnums)
 
 
-def _part(vector: Any, begin: int, shape: tuple[int, ...]) -> Any:
-    """What begins at a place of the last axis, of a shape."""
-    return vector[..., begin : begin + math.prod(shape)].reshape((*vector.shape[:-1], *shape))
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Flat:
@@ -485,4 +480,10 @@ class Flat:
     @property
     def tree(self) -> Any:
         """The pytree, of arrays with the axes that stand in front; of NumPy's where the vectors are."""
-        return self.structure.unflatten([_part(self.vectors[place], *where) for place, *where in self.leaves])
+
+        def leaf(place: int, begin: int, shape: tuple[int, ...]) -> Any:
+            vector = self.vectors[place]
+            # In one tuple: NumPy's arrays of no axes take no empty list of arguments.
+            return vector[..., begin : begin + math.prod(shape)].reshape((*vector.shape[:-1], *shape))
+
+        return self.structure.unflatten([leaf(*x) for x in self.leaves])
