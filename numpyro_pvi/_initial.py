@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpyro.infer import init_to_uniform
 
 from ._compiling import is_traced, owned_jit
 from ._state import Plan, PVIState
@@ -22,6 +23,9 @@ from .guides import guide_param_names, latents_given, param_transforms, params_t
 from .handlers import Partition, PlateInfo, WholePartition, find_plates, kept_batch
 from .runtime import first_conditionals
 from .sites import Held, LocalSites, OwnConditionals, SiteStack, posterior
+
+# Where q is tried as well, as shares of the way from 0 to where a guide starts at random.
+_NEARER = (0.5, 0.25, 0.0)
 
 
 def initial_params(found: dict, given: dict | None, has_optim: bool) -> dict:
@@ -195,15 +199,16 @@ def at_natural(state: PVIState, wanted: Any, rows: Any = None) -> PVIState:
     return dataclasses.replace(state, sites=SiteStack(moved(state.sites.groups), prior, local))
 
 
-def at_guide_start(guide: Any, state: PVIState) -> PVIState:
+def at_guide_start(guide: Any, state: PVIState, share: float = 1.0) -> PVIState:
     """A fresh state's q where the guide starts under SVI: its initialisation strategy's location, its initial scale.
 
     ``guide``: a Gaussian guide that is set up; ``state``: a fresh state, whose sites are given up; not one that has sites of
-    rows. Returns the state. Latents inside the partitioned plate start where the guide starts them, too.
+    rows; ``share``: of the way there from 0, in unconstrained space. Returns the state. Latents inside the partitioned plate
+    start where the guide starts them, too.
     """
     part = state.plan.partition
     names = (*part.layout.names, *(() if part.local is None else part.local.names))
-    locs = {n: guide._init_locs[n] for n in names}
+    locs = {n: share * guide._init_locs[n] for n in names}
     return _at_start(state=state, locs=locs, scale=guide._init_scale, level="cheap")
 
 
@@ -325,17 +330,48 @@ def better_start(
     when q is not normalisable.
     """
     if planned.hostile and is_free(pvi, state, init_params):
-        other = at_guide_start(pvi.guide, state)
-        for each in (state, other):
-            pvi._followed.programs.note(each)
-        # Two looks, and how far apart they are: compiled as what is run once, without the finest of quadrature rules.
-        loss = functools.partial(pvi._loss_under, pvi._engine, often=False, exact=False)
-        here, there = (float(loss(s, dynamic, static)) for s in (state, other))
-        if not math.isfinite(here) or here > planned.far_worse * abs(there):
+        # Some looks, and how far apart they are: compiled as what is run once, without the finest of quadrature rules.
+        look = functools.partial(pvi._loss_under, pvi._engine, often=False, exact=False)
+
+        def loss(state: PVIState) -> float:
+            pvi._followed.programs.note(state)
+            return float(look(state, dynamic, static))
+
+        other, there = _best_near(pvi.guide, state, loss, planned.far_worse)
+        if _is_far_worse(loss(state), there, planned.far_worse):
             return other
     if not bool(proper):
         refuse_improper(state)
     return state
+
+
+def _best_near(
+    guide: Any, state: PVIState, loss: Callable[[PVIState], float], far_worse: float
+) -> tuple[PVIState, float]:
+    """A fresh state's q where the guide starts, and its loss; nearer to 0 where that is a place at random, and a far worse one.
+
+    A natural gradient is as long as slopes are steep: from where rows are a million times less likely than elsewhere the first step
+    leads past all of that. A location that the user's strategy says is kept.
+    """
+    other = at_guide_start(guide, state)
+    there = loss(other)
+    if not _is_at_random(guide.init_loc_fn):
+        return other, there
+    nearer = [at_guide_start(guide, state, share) for share in _NEARER]
+    losses = np.array([loss(each) for each in nearer])
+    best = int(np.argmin(np.where(np.isfinite(losses), losses, np.inf)))
+    if np.isfinite(losses[best]) and _is_far_worse(there, float(losses[best]), far_worse):
+        return nearer[best], float(losses[best])
+    return other, there
+
+
+def _is_far_worse(loss: float, other: float, far_worse: float) -> bool:
+    return not math.isfinite(loss) or loss > far_worse * abs(other)
+
+
+def _is_at_random(strategy: Any) -> bool:
+    """Whether a strategy puts latents anywhere: that of guides to which none is given."""
+    return getattr(strategy, "func", strategy) is init_to_uniform
 
 
 def as_the_solver_takes(solver: Any, planned: Planned, full: bool) -> Planned:

@@ -570,7 +570,8 @@ def open_call(pvi: Any, rng_key: Any, args: tuple, kwargs: dict, families: Colle
     """
     if is_traced((rng_key, args, kwargs)):
         raise PVIError(
-            "jit(pvi.init) is not possible: planning looks at values. Call pvi.init eagerly; jit pvi.update."
+            "jit(pvi.init) is not possible, nor under vmap: planning looks at values. Call pvi.init eagerly, once a key; jit "
+            "pvi.update, or vmap it over states that are stacked leaf by leaf."
         )
     names = positional_names(pvi.model)
     given = args, kwargs

@@ -65,18 +65,18 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     jax.config.update("jax_enable_x64", X64)
     jax.config.update("jax_disable_most_optimizations", QUICK)
+    _set_flags(quick.FLAGS if QUICK else quick.WHOLE)
     if QUICK:
-        _leave_out_fusion_emitters()
         # Where an operation came from is written into every program, for nobody to read.
         jax.config.update("jax_traceback_in_locations_limit", 0)
 
 
-def _leave_out_fusion_emitters():
-    """Sets the flag for this process alone: XLA reads it once, when its first device is made, and only children that ask see it."""
+def _set_flags(wanted):
+    """Sets XLA's flags for this process alone: it reads them when its first device is made, and only children that ask see them."""
     before = os.environ.get("XLA_FLAGS")
-    flags = {**os.environ, "XLA_FLAGS": f"{before or ''} {quick.NO_EMITTERS}".strip()}
+    flags = {**os.environ, "XLA_FLAGS": f"{before or ''} {wanted}".strip()}
     if quick.ASKED not in os.environ:
-        # An XLA that no longer knows a flag ends the process: another one asks it, once for all workers.
+        # An XLA that no longer knows one ends the process: another one asks it, once for all workers.
         asked = subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], env=flags, capture_output=True)
         os.environ[quick.ASKED] = str(asked.returncode)
     if os.environ[quick.ASKED] != "0":

@@ -339,11 +339,10 @@ def test_choices_that_do_not_go_together_name_what_does():
     [
         ({"schedule": StochasticSubset(5)}, "there are only 2 groups"),
         ({"schedule": StochasticSubset(1, rates={"east": 0.5})}, "names group 'east'"),
-        ({"solver": StochasticNaturalGradient(batch_size=6)}, "group 'north' has only 5 row"),
     ],
-    ids=["count", "rates", "batch"],
+    ids=["count", "rates"],
 )
-def test_random_groups_and_rows_that_do_not_fit_are_refused_by_name(options, words):
+def test_random_groups_that_do_not_fit_are_refused_by_name(options, words):
     model = Partition(regression, "data", ["north"] * 5 + ["south"] * 7)
     pvi = PVI(model, AutoExponentialFamily(regression), **options)
     with pytest.raises(PVIError, match=words):

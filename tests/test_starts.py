@@ -15,7 +15,7 @@ from numpyro.infer import SVI, Trace_ELBO, init_to_value
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, AutoNormal
 from scipy.optimize import minimize
 
-from numpyro_pvi import PVI, AutoExponentialFamily, Partition, SkippedGroupError
+from numpyro_pvi import PVI, AutoExponentialFamily, Partition, SkippedGroupError, _initial
 from numpyro_pvi._exponential_plan import components_of, narrow_members
 from numpyro_pvi.factors import _planner
 from numpyro_pvi.factors._mechanism import is_hostile
@@ -542,3 +542,45 @@ def test_the_law_sees_rough_looks_that_are_not_enough(member_rows, monkeypatch):
     state = pvi.update(pvi.init(jax.random.key(0), *member_rows), *member_rows)[0]
     jax.clear_caches()
     assert state.plan.fine
+
+
+def cut_off(x, t, late):
+    """Waiting times of which some are known to be longer, written as survival terms beside densities."""
+    b = numpyro.sample("b", dist.Normal(0.0, 5.0).expand([2]).to_event(1))
+    k = numpyro.sample("k", dist.Gamma(1.0, 0.1))
+    scale = jnp.exp(x @ b)
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.factor("t", jnp.where(late, -((t / scale) ** k), dist.Weibull(scale, k).log_prob(t)))
+
+
+@pytest.fixture(scope="module")
+def waiting_times():
+    rng = np.random.default_rng(0)
+    x = np.c_[np.ones(24), rng.normal(size=24)]
+    t = rng.weibull(1.5, 24) * np.exp(x @ [1.0, -1.0])
+    return x, np.minimum(t, 4.0), t > 4.0
+
+
+def _begun_at(data, seeds, **strategy):
+    guide = AutoMultivariateNormal(cut_off, **strategy)
+    pvi = PVI(Partition(cut_off, "rows", 2), guide)
+    return pvi, [float(pvi.evaluate(pvi.init(jax.random.key(seed), *data), *data)) for seed in seeds]
+
+
+def test_a_start_at_random_is_where_rows_are_not_a_million_times_less_likely(waiting_times):
+    """The first natural gradient from there leads past all that is likely. A place that somebody says is kept."""
+    pvi, losses = _begun_at(waiting_times, (0, 3))
+    assert max(losses) < 100.0
+    run = pvi.run(jax.random.key(0), 20, *waiting_times, tol=0.01, progress_bar=False)
+    assert run.converged and float(run.losses[-1]) < min(losses)
+    far = init_to_value(values={"b": jnp.array([-1.5, 2.0]), "k": jnp.array(3.0)})
+    assert _begun_at(waiting_times, (0,), init_loc_fn=far)[1][0] > 1e4
+
+
+@pytest.mark.once
+def test_the_law_sees_a_start_anywhere(waiting_times, monkeypatch):
+    monkeypatch.setattr(_initial, "_NEARER", (1.0,))
+    pvi, losses = _begun_at(waiting_times, (0,))
+    assert losses[0] > 1e4
+    with pytest.raises(SkippedGroupError):
+        pvi.run(jax.random.key(0), 20, *waiting_times, progress_bar=False)

@@ -486,7 +486,8 @@ def batch_rows(
 ) -> Chosen:
     """A batch of B rows of each of some groups, weighted by ``N_m / B``.
 
-    ``groups``: positions of the groups, all different; ``positions``: of the rows within their groups, all different.
+    ``groups``: positions of the groups, all different; ``positions``: of the rows within their groups. A row that is there twice
+    is so to the letter, draws included, so that what is found for its own latents is the same both times.
     """
     packing, (count, size) = problem.packing, positions.shape
     assert isinstance(packing, Packing)  # batches are refused where rows cannot be taken

@@ -76,9 +76,11 @@ def read_graph(adjacency: Any, nodes: Sequence[Hashable] | None = None) -> Graph
     reach = np.linalg.matrix_power(union | np.eye(len(names), dtype=bool), max(len(names) - 1, 1)) > 0
     if not reach.all():
         i, j = np.argwhere(~reach)[0]
+        # Of labels with gaps, as of groups that are numbered 0, 1, 2 and 7.
+        numbered = " Agents are numbered from 0 here: for links between groups' labels pass nodes=pvi.groups."
         raise PVIError(
             f"Decentralized: the graph is not connected: nothing that agent {names[j]!r} sends reaches agent {names[i]!r}. "
-            "Add a link between their parts."
+            f"Add a link between their parts.{numbered if nodes is None and names == tuple(range(len(names))) else ''}"
         )
     balanced = [_sinkhorn(a) for a in matrices]
     turn = balanced[0]

@@ -20,7 +20,7 @@ from ..expectations import Expected
 from ..families import whitening
 from ..sites import MAX_HALVINGS, back_off, select
 from ._base import BatchStep, Derivatives, LocalFactor, LocalResult, PrivacySpent, SolverDefaults
-from ._minibatch import SMALLEST_SHARE
+from ._minibatch import SMALLEST_SHARE, check_batch_size
 
 # What is folded into a visit's key for the noise, so that the wrapped solver draws what it draws without it.
 _NOISE = 0xD1FF
@@ -428,6 +428,9 @@ class DifferentialPrivacy(SolverDefaults):
                 "argument, size the plate by one of them, and move such steps out of the model: see Partition.plan(*args)."
             )
         self.solver.check_groups(sizes, mechanism)
+        if self.level == "row":
+            # A row that is in a batch twice would move what is released by two clips.
+            check_batch_size(type(self.solver).__name__, self.solver.batch_size, sizes, mechanism, different=True)
 
     # ------------------------------------------------------------------ a visit
 

@@ -126,7 +126,8 @@ class LocalELBO(BatchSolver):
         optim: an optax or ``numpyro.optim`` optimiser (L-BFGS and ``Minimize`` included); None is Adam with step 0.01.
         num_steps: steps per visit; or give ``epochs``.
         epochs: passes over the group's rows per visit; 1 by default.
-        batch_size: rows per step, without replacement within an epoch; None takes all rows at every step.
+        batch_size: rows per step, without replacement within an epoch; a batch goes around a group that has fewer, which leaves
+            its sum unbiased. None takes all rows at every step.
         num_particles: draws per step: 1 (its sign is turned over at the next step), or an even number (pairs of both
             signs). Independent draws of each latent that is drawn under ``AutoExponentialFamily``.
         average: share of the visit's steps, counted from the end, whose iterates are averaged, in [0, 1); 0 keeps the

@@ -59,7 +59,8 @@ def plan_batches(
     """Shuffle a group's rows and deal them out; after the last row the first come again.
 
     Every batch of ``batch_size`` different rows is equally likely at every step, so that its sum times ``N_m / B`` is an
-    unbiased estimate of the group's. Where the factor wants ``fresh_batches``, steps do not know of each other's rows.
+    unbiased estimate of the group's. So it is where a group has fewer rows, which a batch then goes around: every row is in it as
+    often as any other, or once more. Where the factor wants ``fresh_batches``, steps do not know of each other's rows.
     ``factor``: the group's factor; ``key``: a random key; ``batch_size``: B, or None for all rows at every step; ``num_steps``:
     steps of the visit, or None; ``epochs``: passes over the rows where ``num_steps`` is None; 1 by default. Returns the steps.
     """
@@ -80,10 +81,11 @@ def plan_batches(
 
     def rows(step):
         if order is None:
-            return shuffled(jax.random.fold_in(key, step))[:batch_size]
+            return shuffled(jax.random.fold_in(key, step))[jnp.arange(batch_size) % count]
         return order[(step * batch_size + jnp.arange(batch_size)) % count]
 
-    return Batches(length, rows, count / batch_size)
+    # Numbers of rows of 32 bits make a quotient of 32.
+    return Batches(length, rows, jnp.asarray(count, jnp.result_type(float)) / batch_size)
 
 
 def late_from(num_steps: Any, average: float) -> Int[Array, "..."]:
@@ -185,10 +187,13 @@ def check_steps(owner: str, batch_size: Any, num_steps: Any, epochs: Any, num_pa
         )
 
 
-def check_batch_size(owner: str, batch_size: int | None, sizes: dict[Hashable, int], mechanism: str) -> None:
-    """Refuse batches that some group cannot fill, or that no rows can be taken for.
+def check_batch_size(
+    owner: str, batch_size: int | None, sizes: dict[Hashable, int], mechanism: str, different: bool = False
+) -> None:
+    """Refuse batches that no rows can be taken for, or that some group cannot fill with rows that are all different.
 
-    ``batch_size``: rows of a step, or None; ``sizes``: rows of each group, by label. Raises PVIError naming the group.
+    ``batch_size``: rows of a step, or None; ``sizes``: rows of each group, by label; ``different``: whether no row may be in a
+    batch twice. Raises PVIError naming the group.
     """
     if batch_size is None:
         return
@@ -198,7 +203,7 @@ def check_batch_size(owner: str, batch_size: int | None, sizes: dict[Hashable, i
             "no mini-batches. Leave batch_size=None, or write the model so that rows can be taken: see Partition.plan(*args)."
         )
     label = min(sizes, key=lambda k: sizes[k])
-    if batch_size > sizes[label]:
+    if different and batch_size > sizes[label]:
         raise PVIError(
             f"{owner}(batch_size={batch_size}): group {label!r} has only {sizes[label]} row(s). Use a batch_size of at most that, "
             "or None for all rows at every step."
@@ -216,10 +221,7 @@ class BatchSolver(SolverDefaults):
         """Factors of every structure will do."""
 
     def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
-        """Raise when a group has fewer rows than a batch.
-
-        ``sizes``: rows of each group, by label. Raises PVIError naming the group.
-        """
+        """Raise where batches are asked for, and groups are read by masks. Raises PVIError saying what to write."""
         check_batch_size(type(self).__name__, self.batch_size, sizes, mechanism)
 
 
