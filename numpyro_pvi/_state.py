@@ -125,6 +125,11 @@ class Plan:
             return f"the PRIOR site ({', '.join(part.prior_latents)}) was fitted at a q that had it in"
         return None
 
+    @property
+    def loss_by_draws(self) -> bool:
+        """Whether the ELBO is by draws though moments, which are all that rounds need, are not."""
+        return False
+
     def without_members(self, natural: Any) -> tuple[Plan, Any]:
         """The plan, and natural parameters, where no row is at hand: without members of q that only rows have."""
         return self, natural

@@ -244,7 +244,8 @@ class PVI(SVI):
         Groups whose rows are not at hand count by their sites, which stand in for their factors up to a constant: losses
         of states with the same absent groups compare, others do not. Where expectations are by draws (``info`` says which are) it
         is an estimate by one set of them, off by some tenths of a nat: ``log_evidence(state, *args, with_error=True)`` has the mean
-        over 16 sets, and its standard error.
+        over 16 sets, and its standard error. Under solvers that match moments (``PowerEP``, ``SNEP``) ``log_evidence`` is that of
+        the moments instead.
         """
         refuse_look(self.solver, "evaluate")
         return self._loss_under(self._engine, *taken_over(self, state, args, kwargs))

@@ -475,3 +475,19 @@ def test_effects_with_a_prior_given_others_begin_without_a_curvature():
     evidence = special.logsumexp(logs) + np.log(log_tau[1] - log_tau[0])
     assert -evidence < result.losses[-1] < -evidence + 2.5
     assert result.losses[-1] < result.losses[0]
+
+
+def test_losses_that_are_less_exact_than_moments_are_said_to_be():
+    """Of one latent the ELBO is by quadrature as well."""
+
+    def waits(y, two=True):
+        a = numpyro.sample("a", dist.Gamma(2.0, 1.0))
+        b = numpyro.sample("b", dist.HalfNormal(2.0)) if two else 1.0
+        with numpyro.plate("rows", len(y)):
+            numpyro.sample("y", dist.Weibull(b, a), obs=y)
+
+    def notes(**given):
+        pvi = PVI(Partition(waits, "rows", 2), AutoExponentialFamily(waits), solver=PowerEP())
+        return [n for n in pvi.info(pvi.init(KEY, jnp.array([0.5, 1.0, 1.5, 2.0]), **given)).notes if "losses" in n]
+
+    assert len(notes()) == 1 and notes(two=False) == []

@@ -300,6 +300,11 @@ class ProductPlan(Plan):
         return alone and self.prior_factor is None and not self.inside
 
     @property
+    def loss_by_draws(self) -> bool:
+        """See :attr:`Plan.loss_by_draws`; draws that moments are by say so of themselves."""
+        return self.noisy and any(way in ("exact", "quadrature") for way in self.tilted)
+
+    @property
     def starts_curved(self) -> bool:
         """Whether ``init_sites="curvature"`` is for such a fit: q starts at the prior."""
         return False

@@ -297,6 +297,8 @@ def memories(engine: Any, state: PVIState, args: tuple, kwargs: dict) -> dict[st
 _FITTED, _BACKGROUNDS = 4, 3
 # Largest weighted sum, relative to the factor's own terms; and what nobody would notice, in nats.
 _PRODUCT_TOLERANCE, _PRODUCT_UNNOTICED = {"float32": 3e-4, "float64": 1e-8}, 1e-3
+# So many units in the last place settings are moved by, and so many times the change that makes is no contradiction.
+_DIGITS, _ROUNDINGS = 4, 1.0
 _PRODUCT_TOGETHER = 1 << 16
 # What is folded into a state's key for these draws.
 _PRODUCT_SEED = 0x5EE6
@@ -403,12 +405,29 @@ def _factor_checks(
         settings += [s for pairs, _ in own for s in pairs]
         weights.append(own[0][1])
     if local:
-        checks |= dict(zip(local, _weighed(factor_values(problem, factor, _stacked(settings)), weights), strict=True))
+        checks |= dict(zip(local, _weighed(_measured(problem, factor, _stacked(settings)), weights), strict=True))
     return [checks[name] for name in names]
 
 
 def _stacked(settings: list[dict]) -> dict:
     return {n: jnp.stack([s[n] for s in settings]) for n in settings[0]}
+
+
+def _measured(problem: ProductProblem, factor: str, settings: dict) -> tuple[Float[Array, "S F"], Float[Array, "S F"]]:
+    """What :func:`factor_values` gives, sizes that cover what the last digits of the settings decide as well.
+
+    Terms are seen as the model adds them up: of a count of a hundred thousand what is left of two numbers of a million, which
+    single precision has to a tenth.
+    """
+    nudge = _DIGITS * jnp.finfo(jnp.result_type(float)).eps
+
+    def nudged(x: Array) -> Array:
+        # Towards 0, which most supports reach down to.
+        return x - nudge * x if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    both = jax.tree.map(lambda x: jnp.concatenate([x, nudged(x)]), settings)
+    (values, near), (sizes, _) = (jnp.split(x, 2) for x in factor_values(problem, factor, both))
+    return values, sizes + _ROUNDINGS * _where_finite(values, near) / _PRODUCT_TOLERANCE[values.dtype.name]
 
 
 def _weighed(evaluated: tuple[Array, Array], weights: list[list[float]]) -> list[Check]:
@@ -482,7 +501,7 @@ def _by_message(problem: ProductProblem, factor: str, role: LatentRole, natural:
     settings = [
         {n: x[b] for n, x in held.items()} | {name: points[b, i]} for b in range(_BACKGROUNDS) for i in range(_FITTED)
     ]
-    values, sizes = factor_values(problem, factor, _stacked(settings))
+    values, sizes = _measured(problem, factor, _stacked(settings))
     claimed, moved = (x.reshape(values.shape) for x in (claimed, moved))
     return Check(_where_finite(claimed, values), _allowed(sizes + moved))
 
@@ -516,7 +535,7 @@ def _by_claimed_terms(problem: ProductProblem, factor: str, structure: FactorStr
         return claimed_terms(law, plan.latent_values(values), point)
 
     claimed, parts = factor_values(problem, factor, _stacked(settings), instead)
-    values, sizes = factor_values(problem, factor, _stacked(settings))
+    values, sizes = _measured(problem, factor, _stacked(settings))
     return Check(_where_finite(claimed, values), _allowed(sizes + parts))
 
 

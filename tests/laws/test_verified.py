@@ -393,6 +393,26 @@ def test_that_no_term_sees_two_of_what_is_by_nodes_is_verified(monkeypatch, apar
     assert_true_loss(pvi, result, y, noise=3.0)
 
 
+def test_what_single_precision_has_to_a_tenth_contradicts_nothing(monkeypatch, x64):
+    """Of counts of a hundred thousand, whose terms are what numbers of a million leave; in double precision they are exact."""
+
+    def many(y):
+        r = numpyro.sample("r", dist.Gamma(1.0, 1e-5))
+        z = numpyro.sample("z", dist.Gamma(1.0, 1.0))
+        with numpyro.plate("data", len(y)):
+            numpyro.sample("y", dist.Poisson(r + z), obs=y)
+
+    y = jnp.asarray(100_000 + np.array([3, -200, 400, 100, -50, 7]))
+    pvi = PVI(Partition(many, "data", 2), AutoExponentialFamily(many))
+    state = unproved(pvi.init(KEY, y))
+    arguments = rows_of(state.plan, *pvi._arguments((y,), {}))
+    assert not contradictions(pvi, state, *arguments)
+    if not x64:
+        assert set(pvi._engine.claims(state.plan)) >= {"likelihood/r", "likelihood/z"}
+        monkeypatch.setattr(verification, "_ROUNDINGS", 0.0)
+        assert contradictions(PVI(Partition(many, "data", 2), pvi.guide), state, *arguments)
+
+
 def test_when_is_a_matter_of_the_number_of_rounds_alone():
     verifier, rounds, done = Verifier(None, [], ()), [], 0
     while done < 300:
