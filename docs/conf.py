@@ -44,10 +44,10 @@ myst_enable_extensions = ["dollarmath", "amsmath", "deflist", "colon_fence"]
 myst_heading_anchors = 3
 
 nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
-# The notebooks' fits are small: compiling takes nearly all of their time, and halves with XLA's optimiser off. Kernels
-# inherit the environment.
+# The notebooks' fits are small: compiling takes nearly all of their time, and halves with XLA's optimiser off; on
+# one thread each, as two kernels run side by side. Kernels inherit the environment.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1")
 # Where an operation came from is written into every program, for nobody to read.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 # Python's collector looks through all that was traced again and again, for a twelfth of a kernel's time.
