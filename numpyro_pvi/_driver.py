@@ -171,8 +171,10 @@ def begun_elsewhere(pvi: Any, stuck: SkippedGroupError, given: tuple, init_param
     if before.done:
         pvi.guide.prototype_trace = None
     fresh = pvi.init(key, *args, init_params=init_params, **kwargs)
-    other = pvi._fit.other_start(pvi, fresh, init_params)
-    if other is None or _heard(stuck.state, fresh):
+    if _heard(stuck.state, fresh):
+        raise stuck
+    other = pvi._fit.other_start(pvi, fresh, init_params, *pvi._rows(fresh, args, kwargs))
+    if other is None:
         raise stuck
     reason = str(stuck).partition(": ")[0]
     return Progress(other, again=f"begun again where the guide starts, since {reason}")

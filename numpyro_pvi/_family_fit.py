@@ -175,7 +175,9 @@ class FamilyFit:
         natural = ProductNatural({n: f.from_distribution(wanted[joint.get(n, n)]) for n, f in families})
         return self.at_natural(state, natural)
 
-    def other_start(self, pvi: Any, state: PVIState, init_params: dict | None) -> PVIState | None:
+    def other_start(
+        self, pvi: Any, state: PVIState, init_params: dict | None, dynamic: list, static: tuple
+    ) -> PVIState | None:
         """Around the guide's ``init_loc_fn``, as narrow as Gaussian guides begin; None where moments are matched, too."""
         if init_params is not None or pvi.init_sites != "auto" or streams(pvi.schedule) or pvi.solver.matches_moments:
             return None

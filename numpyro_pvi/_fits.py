@@ -17,8 +17,8 @@ from ._group_lifecycle import reduced
 from ._initial import (
     as_the_solver_takes,
     at_given,
-    at_guide_start,
     at_natural,
+    best_guide_start,
     better_start,
     check_structure,
     given_to_guide,
@@ -131,7 +131,9 @@ class Fit(Protocol):
         """The state that rounds begin with, at the params given; raises ``ImproperError`` where q is not normalisable."""
         ...
 
-    def other_start(self, pvi: Any, state: PVIState, init_params: dict | None) -> PVIState | None:
+    def other_start(
+        self, pvi: Any, state: PVIState, init_params: dict | None, dynamic: list, static: tuple
+    ) -> PVIState | None:
         """A fresh state with q where the guide starts, for a run that cannot leave its own; None where that was asked for."""
         ...
 
@@ -304,9 +306,11 @@ class GaussianFit:
             proper = state.plan.family.in_domain(posterior(state.prior, state.sites))
         return better_start(pvi, state, planned, proper, init_params, *arguments)
 
-    def other_start(self, pvi: Any, state: PVIState, init_params: dict | None) -> PVIState | None:
-        """As under SVI: at the location of the guide's initialisation strategy, with its initial scale."""
-        return at_guide_start(pvi.guide, state) if is_free(pvi, state, init_params) else None
+    def other_start(
+        self, pvi: Any, state: PVIState, init_params: dict | None, dynamic: list, static: tuple
+    ) -> PVIState | None:
+        """As under SVI, or nearer to 0: see :func:`numpyro_pvi._initial.best_guide_start`."""
+        return best_guide_start(pvi, state, dynamic, static)[0] if is_free(pvi, state, init_params) else None
 
     def at_natural(self, state: PVIState, wanted: Any) -> PVIState:
         """In equal shares of every factor's site."""

@@ -258,9 +258,8 @@ def forgotten(state: PVIState, label: Hashable, solver: Any) -> PVIState:
     reason = approximate_because(plan, solver)
     if reason and left.plan.groups:
         warn(
-            f"forget_group({label!r}) took its site out, but {reason}: where what they ask for depends on q, what is left is "
-            "approximate until they are fitted again, and may be far from a fit without it: revisit(state, labels, *args) with "
-            "the other groups' rows.",
+            f"forget_group({label!r}) took its site out, but {reason}, so what is left may be approximate until they are "
+            "fitted again, and far from a fit without it: revisit(state, labels, *args) with the other groups' rows.",
         )
     return left
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +17,7 @@ from ._state import Plan, PVIState
 from ._state_marginals import own_at_params
 from ._warnings import warn
 from .errors import ImproperError, PartitionError, PVIError, StateError
-from .factors import PartitionPlan, Planned, abstract_trace, is_observed, proved_only, with_expectation
+from .factors import PartitionPlan, Planned, abstract_trace, far_worse, is_observed, proved_only, with_expectation
 from .guides import guide_param_names, latents_given, param_transforms, params_to_natural
 from .handlers import Partition, PlateInfo, WholePartition, find_plates, kept_batch
 from .runtime import first_conditionals
@@ -330,39 +329,34 @@ def better_start(
     when q is not normalisable.
     """
     if planned.hostile and is_free(pvi, state, init_params):
-        # Some looks, and how far apart they are: compiled as what is run once, without the finest of quadrature rules.
-        look = functools.partial(pvi._loss_under, pvi._engine, often=False, exact=False)
-
-        def loss(state: PVIState) -> float:
-            pvi._followed.programs.note(state)
-            return float(look(state, dynamic, static))
-
-        other, there = _best_near(pvi.guide, state, loss, planned.far_worse)
-        if _is_far_worse(loss(state), there, planned.far_worse):
+        other, there = best_guide_start(pvi, state, dynamic, static)
+        if _is_far_worse(_loss_at(pvi, state, dynamic, static), there, far_worse(state.plan.partition)):
             return other
     if not bool(proper):
         refuse_improper(state)
     return state
 
 
-def _best_near(
-    guide: Any, state: PVIState, loss: Callable[[PVIState], float], far_worse: float
-) -> tuple[PVIState, float]:
-    """A fresh state's q where the guide starts, and its loss; nearer to 0 where that is a place at random, and a far worse one.
+def best_guide_start(pvi: Any, state: PVIState, dynamic: list, static: tuple) -> tuple[PVIState, float]:
+    """A fresh state's q where the guide starts, and its loss; nearer to 0 where that is a place at random, and far worse.
 
-    A natural gradient is as long as slopes are steep: from where rows are a million times less likely than elsewhere the first step
-    leads past all of that. A location that the user's strategy says is kept.
+    A natural gradient is as long as slopes are steep: from where the loss is a thousand times that of other places the first step
+    leads past all that is likely. A location that the user's strategy says is kept. ``state``: as of :func:`at_guide_start`.
     """
-    other = at_guide_start(guide, state)
-    there = loss(other)
-    if not _is_at_random(guide.init_loc_fn):
-        return other, there
-    nearer = [at_guide_start(guide, state, share) for share in _NEARER]
-    losses = np.array([loss(each) for each in nearer])
-    best = int(np.argmin(np.where(np.isfinite(losses), losses, np.inf)))
-    if np.isfinite(losses[best]) and _is_far_worse(there, float(losses[best]), far_worse):
-        return nearer[best], float(losses[best])
-    return other, there
+    starts = [at_guide_start(pvi.guide, state)]
+    if _is_at_random(pvi.guide.init_loc_fn):
+        starts += [at_guide_start(pvi.guide, state, share) for share in _NEARER]
+    losses = [_loss_at(pvi, each, dynamic, static) for each in starts]
+    best = int(np.argmin([x if math.isfinite(x) else math.inf for x in losses]))
+    if not _is_far_worse(losses[0], losses[best], far_worse(state.plan.partition)):
+        best = 0
+    return starts[best], losses[best]
+
+
+def _loss_at(pvi: Any, state: PVIState, dynamic: list, static: tuple) -> float:
+    """The loss at a state that may be begun with: compiled as what is run once, without the finest of quadrature rules."""
+    pvi._followed.programs.note(state)
+    return float(pvi._loss_under(pvi._engine, state, dynamic, static, often=False, exact=False))
 
 
 def _is_far_worse(loss: float, other: float, far_worse: float) -> bool:

@@ -463,8 +463,8 @@ def _loss_notes(state: PVIState) -> tuple[str, ...]:
     if not state.plan.loss_by_draws:
         return ()
     return (
-        "losses and evaluate: the ELBO by draws, off by some tenths of a nat, while moments are matched without any; "
-        "log_evidence is of the moments.",
+        "losses and evaluate: the ELBO by draws, off by some tenths of a nat, of factors too whose moments are matched without "
+        "any; log_evidence is of the moments.",
     )
 
 

@@ -127,7 +127,7 @@ class Plan:
 
     @property
     def loss_by_draws(self) -> bool:
-        """Whether the ELBO is by draws though moments, which are all that rounds need, are not."""
+        """Whether a factor's part of the ELBO is by draws though its moments, which are all that rounds need, are not."""
         return False
 
     def without_members(self, natural: Any) -> tuple[Plan, Any]:

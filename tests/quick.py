@@ -4,7 +4,7 @@ import os
 
 import jax
 
-# XLA reads its flags once, when a process makes its first device. By itself it cuts a program into 32 parts, for as many threads:
+# XLA reads its flags once, when a process makes its first device. By itself it cuts a program into up to 32 parts:
 # where each core has a worker of its own, a whole one takes an eighth less of its time.
 WHOLE = "--xla_cpu_parallel_codegen_split_count=1"
 FLAGS = f"--xla_cpu_use_fusion_emitters=false {WHOLE}"

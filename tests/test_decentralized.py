@@ -39,6 +39,7 @@ class TestDecentralizedSettings:
         ("adjacency", "words"),
         [
             ([(0, 1), (2, 3)], "nothing that agent 2 sends reaches agent 0"),
+            ([(0, 1), (1, 7)], "numbered from 0 here: for links between groups' labels pass nodes=pvi.groups"),
             (np.ones((2, 3)), "square matrix"),
             (-np.ones((3, 3)), "not negative"),
             ([("a", "b"), ("b", "c")], "pass nodes=pvi.groups"),

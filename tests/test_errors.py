@@ -342,6 +342,8 @@ class TestOptions:
         pvi = PVI(model, ag.AutoNormal(model), num_groups=2)
         with pytest.raises(PVIError, match=r"jit\(pvi.init\)"):
             jax.jit(pvi.init)(KEY, X, Y)
+        with pytest.raises(PVIError, match="nor under vmap.*stacked leaf by leaf"):
+            jax.vmap(lambda key: pvi.init(key, X, Y))(jax.random.split(KEY, 2))
 
     @pytest.mark.parametrize("num_steps", [0, -3, 1.5, None])
     def test_num_steps(self, num_steps):

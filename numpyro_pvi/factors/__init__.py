@@ -87,6 +87,7 @@ from ._planner import (
     check_data,
     check_observed_shapes,
     explained,
+    far_worse,
     lengths_named,
     make_plan,
     masks_named,

@@ -164,12 +164,12 @@ class Planned:
     @property
     def hostile(self) -> bool:
         """Whether densities under the prior are of no use to start from: not finite, or far worse than at best."""
-        return is_hostile(self.nearby, self.far_worse)
+        return is_hostile(self.nearby, far_worse(self.plan))
 
-    @property
-    def far_worse(self) -> float:
-        """How many times worse than another a place to start from may be: less where no structure says where to go from there."""
-        return HOSTILE_TO_DRAWS if self.plan.likelihood == "draws" else HOSTILE
+
+def far_worse(plan: PartitionPlan) -> float:
+    """How many times worse than another a place to start from may be: less where no structure says where to go from there."""
+    return HOSTILE_TO_DRAWS if plan.likelihood == "draws" else HOSTILE
 
 
 def make_plan(partition: Partition, args: tuple, kwargs: dict) -> PartitionPlan:

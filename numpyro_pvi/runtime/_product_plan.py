@@ -301,8 +301,9 @@ class ProductPlan(Plan):
 
     @property
     def loss_by_draws(self) -> bool:
-        """See :attr:`Plan.loss_by_draws`; draws that moments are by say so of themselves."""
-        return self.noisy and any(way in ("exact", "quadrature") for way in self.tilted)
+        """See :attr:`Plan.loss_by_draws`; where moments are by draws these say so of themselves."""
+        factors = zip((self.likelihood, self.prior_factor), self.tilted, strict=False)
+        return any(x is not None and not x.exact and way not in SAMPLED_WAYS for x, way in factors)
 
     @property
     def starts_curved(self) -> bool:

@@ -511,12 +511,11 @@ def _by_slopes(problem: ProductProblem, factor: str, name: str, draws: dict) -> 
     held = {n: x[:, 0] for n, x in draws.items()}
     way = draws[name][:, 1] - held[name]
 
-    def density(step: Array) -> tuple[Array, Array]:
-        return factor_values(problem, factor, held | {name: held[name] + step * way})
+    def at(step: Any) -> dict:
+        return held | {name: held[name] + step * way}
 
-    zero = jnp.zeros((), way.dtype)
-    (begin, first), (end, last) = density(zero), density(zero + 1)
-    whole, missed = rise(lambda step: density(step)[0], way.dtype)
+    (begin, first), (end, last) = (_measured(problem, factor, at(step)) for step in (0, 1))
+    whole, missed = rise(lambda step: factor_values(problem, factor, at(step))[0], way.dtype)
     return Check(_where_finite(begin + whole, end), _allowed(first + last) + _finite(missed))
 
 

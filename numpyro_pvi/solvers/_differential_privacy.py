@@ -430,7 +430,7 @@ class DifferentialPrivacy(SolverDefaults):
         self.solver.check_groups(sizes, mechanism)
         if self.level == "row":
             # A row that is in a batch twice would move what is released by two clips.
-            check_batch_size(type(self.solver).__name__, self.solver.batch_size, sizes, mechanism, different=True)
+            check_batch_size(type(self.solver).__name__, self.solver.batch_size, sizes, mechanism, filled=True)
 
     # ------------------------------------------------------------------ a visit
 

@@ -474,4 +474,4 @@ class MatchesMoments(SolverDefaults):
 
         ``sizes``: rows of each group, by label. Raises PVIError naming the group.
         """
-        check_batch_size("MCMCMoments", self.moments_batch, sizes, mechanism, different=True)
+        check_batch_size("MCMCMoments", self.moments_batch, sizes, mechanism, filled=True)

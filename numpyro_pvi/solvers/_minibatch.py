@@ -188,12 +188,12 @@ def check_steps(owner: str, batch_size: Any, num_steps: Any, epochs: Any, num_pa
 
 
 def check_batch_size(
-    owner: str, batch_size: int | None, sizes: dict[Hashable, int], mechanism: str, different: bool = False
+    owner: str, batch_size: int | None, sizes: dict[Hashable, int], mechanism: str, filled: bool = False
 ) -> None:
-    """Refuse batches that no rows can be taken for, or that some group cannot fill with rows that are all different.
+    """Refuse batches that no rows can be taken for, or that some group cannot fill.
 
-    ``batch_size``: rows of a step, or None; ``sizes``: rows of each group, by label; ``different``: whether no row may be in a
-    batch twice. Raises PVIError naming the group.
+    ``batch_size``: rows of a step, or None; ``sizes``: rows of each group, by label; ``filled``: whether every
+    group has to have as many rows. Raises PVIError naming the group.
     """
     if batch_size is None:
         return
@@ -203,7 +203,7 @@ def check_batch_size(
             "no mini-batches. Leave batch_size=None, or write the model so that rows can be taken: see Partition.plan(*args)."
         )
     label = min(sizes, key=lambda k: sizes[k])
-    if different and batch_size > sizes[label]:
+    if filled and batch_size > sizes[label]:
         raise PVIError(
             f"{owner}(batch_size={batch_size}): group {label!r} has only {sizes[label]} row(s). Use a batch_size of at most that, "
             "or None for all rows at every step."

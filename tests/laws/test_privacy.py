@@ -1103,6 +1103,19 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("level", ["row", "group"])
+def test_no_row_is_in_a_private_batch_twice(level):
+    """It would move what is released by two clips; of a group's release all its rows are one."""
+    labels = ["large"] * (len(Y) - 2) + ["small"] * 2
+    solver = DifferentialPrivacy(LocalELBO(num_steps=1, batch_size=3), 0.0, 1.0, level=level)
+    pvi = PVI(Partition(location, "data", labels), AutoMultivariateNormal(location), solver=solver)
+    if level == "row":
+        with pytest.raises(PVIError, match=r"batch_size=3.*'small' has only 2 row"):
+            pvi.init(KEY, Y)
+    else:
+        pvi.init(KEY, Y)
+
+
 @pytest.mark.parametrize("words", WRONG)
 def test_what_would_look_beside_the_count_is_refused(words):
     with pytest.raises(PVIError, match=words):

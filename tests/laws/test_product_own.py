@@ -251,3 +251,21 @@ def test_batches_of_rows_lead_to_the_optimum():
 def test_what_does_not_go_with_rows_latents_says_what_to_write(schedule, solver, words):
     with pytest.raises(PVIError, match=words):
         made(schedule, solver).init(KEY, jnp.asarray(COUNTS))
+
+
+@pytest.mark.parametrize("schedule", [Synchronous(damping=1.0), Sequential()], ids=["together", "alone"])
+def test_a_batch_that_goes_around_a_group_finds_what_all_rows_do(schedule):
+    """Where every row is in it equally often, for its own latents as for the shared one; not where one of three is there twice."""
+
+    def after(batch_size):
+        solver = StochasticNaturalGradient(0.5, num_steps=2, batch_size=batch_size, average=0.0)
+        pvi = PVI(
+            Partition(rates, "data", [0] * 9 + [1] * 3), AutoExponentialFamily(rates), solver=solver, schedule=schedule
+        )
+        return pvi.get_params(pvi.run(KEY, 1, COUNTS, progress_bar=False).state)
+
+    once, around, some = after(None), after(18), after(4)
+    assert any("rate" in name for name in once)
+    for name, value in once.items():
+        np.testing.assert_allclose(around[name], value, rtol=TIGHT)
+    assert not all(np.allclose(some[name], value, rtol=1e-2) for name, value in once.items())

@@ -570,7 +570,7 @@ def test_natural_steps_refuse_senseless_settings_too(options, words):
 
 
 def test_a_batch_goes_around_a_group_that_has_fewer_rows(x64):
-    """Steps by all rows and steps by a batch that every row is in twice are the same ones; two rows of three are not."""
+    """Steps by a batch that every row is in equally often are those by all rows; by a batch of four of three rows they are not."""
     labels = np.array(["big"] * 21 + ["small"] * 3)
 
     def after(batch_size):
