@@ -18,8 +18,8 @@ import numpy as np
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float, Int
 
-# Triangular matrices up to this size are inverted by substitution in one compiled loop.
-_SMALL = 128
+# Triangular matrices up to this size are inverted by substitution in one compiled loop, up to the other without any loop.
+_SMALL, _FEW = 128, 3
 
 
 def symmetrise(matrix: Float[Array, "*batch D D"]) -> Float[Array, "*batch D D"]:
@@ -45,6 +45,10 @@ def scaled_cholesky(matrix: Float[Array, "*batch D D"]) -> tuple[Float[Array, "*
     discarded by ``jnp.where``.
     """
     diag = diagonal(matrix)
+    if matrix.shape[-1] == 1:
+        # Where rows have one latent each, as most have, this is all that there is to factorise.
+        good = jnp.isfinite(diag) & (diag > 0)
+        return jnp.sqrt(jnp.where(good, diag, 1.0))[..., None], good[..., 0]
     positive = jnp.all(jnp.isfinite(diag) & (diag > 0), axis=-1)
     root = jnp.sqrt(jnp.where(jnp.isfinite(diag) & (diag > 0), diag, 1.0))
     unit = matrix / (root[..., :, None] * root[..., None, :])
@@ -100,6 +104,12 @@ def invert_lower(factor: Float[Array, "*batch D D"]) -> Float[Array, "*batch D D
     """Inverse of lower-triangular matrices. ``factor``: lower-triangular matrices with a non-zero diagonal."""
     size = factor.shape[-1]
     eye = jnp.eye(size, dtype=factor.dtype)
+    if size <= _FEW:
+        rows: list[Array] = []
+        for i in range(size):
+            left = eye[i] - sum(factor[..., i, j, None] * row for j, row in enumerate(rows))
+            rows.append(left / factor[..., i, i, None])
+        return jnp.stack(rows, axis=-2)
     if size > _SMALL or jax.default_backend() != "cpu":
         return solve_triangular(factor, jnp.broadcast_to(eye, factor.shape), lower=True)
 

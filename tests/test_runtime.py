@@ -11,7 +11,7 @@ from numpyro.optim import Adam
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition
 from numpyro_pvi._closures import model_digest
 from numpyro_pvi._compiling import precisely
-from numpyro_pvi._numerics import invert_lower
+from numpyro_pvi._numerics import invert_lower, scaled_cholesky
 from numpyro_pvi.errors import PVIError
 from numpyro_pvi.factors import split_arguments
 from numpyro_pvi.runtime import LaxMap, Vmap
@@ -120,6 +120,24 @@ def test_a_model_is_what_it_was_whatever_digits_its_products_have(monkeypatch):
             found.append(model_digest(model, *arrays))
     assert found[0] == found[1]
     assert found[0] != model_digest(lambda x, y: model(2 * x, y), *arrays)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_few_coordinates_are_factorised_without_a_loop(size, tolerance):
+    """The same numbers as LAPACK's, and what has no root is the identity, and said to have none."""
+    root = np.tril(np.random.default_rng(size).normal(size=(4, size, size))) + 3 * np.eye(size)
+    matrix = jnp.asarray(root @ np.swapaxes(root, -1, -2))
+    factor, good = scaled_cholesky(matrix)
+    np.testing.assert_allclose(factor, np.linalg.cholesky(matrix), rtol=tolerance, atol=tolerance)
+    inverse = invert_lower.__wrapped__(factor)
+    np.testing.assert_allclose(inverse @ factor, np.broadcast_to(np.eye(size), root.shape), atol=tolerance)
+    assert bool(jnp.all(good))
+    text = str(jax.make_jaxpr(invert_lower.__wrapped__)(factor))
+    assert "scan" not in text and "while" not in text
+    for wrong in (0.0, -1.0, np.nan, np.inf):
+        factor, good = scaled_cholesky(matrix.at[1, 0, 0].set(wrong))
+        np.testing.assert_array_equal(good, [True, False, True, True])
+        np.testing.assert_array_equal(factor[1], np.eye(size))
 
 
 def test_other_devices_take_larger_batches_and_the_librarys_solve(monkeypatch, tolerance):

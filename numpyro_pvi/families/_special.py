@@ -29,15 +29,15 @@ _EULER = 0.5772156649015329
 
 def _series(coefficients, inverse_square):
     """``c_0 + c_1 z + c_2 z^2 + ...`` by Horner's rule."""
-    total = jnp.zeros_like(inverse_square)
-    for c in reversed(coefficients):
+    total = jnp.full_like(inverse_square, coefficients[-1])
+    for c in reversed(coefficients[:-1]):
         total = total * inverse_square + c
     return total
 
 
-def _ladder(a, first=0):
-    """``a + first, ..., a + 7`` along a new last axis."""
-    return a[..., None] + jnp.arange(first, _SHIFT, dtype=a.dtype)
+def _ladder(a, first=0, last=_SHIFT - 1):
+    """``a + first, ..., a + last`` along a new last axis."""
+    return a[..., None] + jnp.arange(first, last + 1, dtype=a.dtype)
 
 
 def stirling_remainder(a: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -131,7 +131,12 @@ def log_ratio_excess(delta: Float[Array, "..."], ratio: Float[Array, "..."]) -> 
 
 def relative_entropy(delta: Float[Array, "..."], ratio: Float[Array, "..."]) -> Float[Array, "..."]:
     """``(1 + delta) log(1 + delta) - delta >= 0`` without cancellation; arguments as :func:`log_ratio_excess`."""
-    return log_ratio_excess(delta, ratio) + delta * jnp.log(jnp.where(jnp.abs(delta) < 0.3, 1 + delta, ratio))
+    return log_ratio_excess(delta, ratio) + delta * _log_ratio(delta, ratio)
+
+
+def _log_ratio(delta, ratio):
+    """``log(1 + delta)``, as a factor of delta: where that is small its own error is small as well."""
+    return jnp.log(jnp.where(jnp.abs(delta) < 0.3, 1 + delta, ratio))
 
 
 def lgamma_bregman_rest(p: Float[Array, "..."], q: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -145,15 +150,17 @@ def lgamma_bregman_rest(p: Float[Array, "..."], q: Float[Array, "..."]) -> Float
     gap, large = p - q, q >= _SHIFT
     lift = jnp.where(large, 0.0, float(_SHIFT)).astype(q.dtype)
     high_p, high_q = p + lift, q + lift
-    raised, raised_ratio = gap / high_q, high_p / high_q
     # q large, whatever p is: from r and phi. What else would be large in all of it falls out.
     slope = _digamma_series(high_q) - 0.5 / high_q
     left = stirling_remainder(high_p) - _remainder_series(high_q) + slope * gap
-    rest = left - 0.5 * log_ratio_excess(raised, raised_ratio)
-    # Otherwise: lgamma(a) = lgamma(a + 8) - sum_k log(a + k), and every term is a positive divergence by itself.
-    rungs = _ladder(q)
-    climbed = jnp.sum(log_ratio_excess(gap[..., None] / rungs, _ladder(p) / rungs), axis=-1)
-    shifted = high_q * relative_entropy(raised, raised_ratio) - climbed - q * relative_entropy(gap / q, p / q)
+    # Otherwise: lgamma(a) = lgamma(a + 8) - sum_k log(a + k), and every term is a positive divergence by itself. All at once, with
+    # what is at q itself (the first) and at q + 8 (the last).
+    rungs = _ladder(q, last=_SHIFT)
+    deltas, ratios = gap[..., None] / rungs, _ladder(p, last=_SHIFT) / rungs
+    excess = log_ratio_excess(deltas, ratios)
+    entropy = rungs * (excess + deltas * _log_ratio(deltas, ratios))
+    shifted = entropy[..., -1] - entropy[..., 0] - jnp.sum(excess[..., :-1], axis=-1)
+    rest = left - 0.5 * jnp.where(large, excess[..., 0], excess[..., -1])
     return rest + jnp.where(large, 0.0, shifted)
 
 
