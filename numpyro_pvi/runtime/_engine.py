@@ -666,7 +666,11 @@ class Engine(FitsParams):
         if self._opens(problem, self._ends_evaluating(problem, fits_params)):
             evaluation, known = (self._empty(problem, state), jnp.array(False)) if seen is None else seen
             return carry_of(state, evaluation._replace(rule=state.rule)), jnp.array(False), ~known
-        carry = self._unread(problem, state) if self.schedule.streams else self.carry(problem, state)
+        if self.schedule.streams:
+            carry = self._unread(problem, state)
+        else:
+            known = self.schedule.unvalued(problem, state.sites, state.rule)
+            carry = self.carry(problem, state) if known is None else carry_of(state, known)
         return carry, carry.evaluation.missed & (not fine), None
 
     def _ends_evaluating(self, problem: LocalProblem, fits_params: bool) -> bool:

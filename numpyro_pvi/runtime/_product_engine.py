@@ -410,7 +410,8 @@ class ProductEngine(FitsParams):
             evaluation, known = (self._unread(begun, state), jnp.array(False)) if seen is None else seen
             evaluation, opening = evaluation._replace(rule=state.rule), ~known
         else:
-            evaluation, reopens = self._evaluated(begun, state), False
+            known = self.schedule.unvalued(begun, self._bare(state).sites, state.rule)
+            evaluation, reopens = self._evaluated(begun, state) if known is None else known, False
 
         def one(state: PVIState, carry: RoundCarry, opening: Any) -> tuple[PVIState, RoundCarry, Array, None]:
             before, counts = state, jnp.array(True) if opening is None else ~opening

@@ -214,9 +214,13 @@ class ProductFactors(ProblemDefaults):
 
     def shaped(self, sites: SiteStack, rule: Any) -> Evaluation:
         """See :class:`numpyro_pvi.schedules.ProblemDefaults`: messages are of the shapes of sites."""
-        found = self.unread(sites, rule)
         if self.blind:
-            return found
+            return self.unread(sites, rule)
+        q = posterior(self.prior_natural, sites)
+        moments = self.family.moments(q)
+        none = jnp.zeros_like(moments.log_partition)
+        values = expected_of(jnp.zeros((self.num_groups,), none.dtype), None)
+        found = Evaluation(q, moments, values, None, none, none, none, rule, jnp.array(False))
         told = not (self.stochastic or self.matches_moments or self.in_turns)
         groups = expected_of(found.groups.value, sites.groups if told else None)
         prior = expected_of(found.rest, sites.prior if told else None) if self.has_prior_factor else None

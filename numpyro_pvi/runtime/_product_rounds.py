@@ -688,7 +688,9 @@ def part_of(factors: Any, carry: RoundCarry, groups: Int[Array, "K"], there: Boo
     own = SiteStack(own_groups(sites, chosen), prior, local_of(problem, chosen, sites.local))
     here = factors.among(chosen, few, own)
     report = _of_some(last, chosen, int(prior is not None))
-    begun = carry._replace(sites=own, evaluation=here.evaluate(own, None, noise), report=report)
+    # Visits that match moments read nothing of an evaluation but q.
+    known = here.shaped(own, None) if here.matches_moments else here.evaluate(own, None, noise)
+    begun = carry._replace(sites=own, evaluation=known, report=report)
     by_row = factors.noisy and sites.local is not None
 
     def near(whole: Array) -> Array:

@@ -427,6 +427,13 @@ class _ScheduleVerbs(Protocol):
         """Whether rounds over a product of families visit by turns of components: :class:`Turns`."""
         return False
 
+    def unvalued(self: Any, problem: Any, sites: SiteStack, rule: Any) -> Evaluation | None:
+        """The evaluation that rounds begin with, where they read nothing of it but q, its moments and the rule; else None.
+
+        That is so where moments are matched: no ELBO tests a step, and a pass over the rows would be made for nobody.
+        """
+        return problem.shaped(sites, rule) if self.evaluates and problem.matches_moments else None
+
     def round_trips(self, solver: Any, num_groups: int) -> int:
         """How often a round asks groups and waits, where clients have the rows and no step is halved and no rule refined.
 
@@ -536,6 +543,14 @@ class Schedule(_ScheduleVerbs, Protocol):
         """Whether visits are made whose answers, and states, are thrown away: of groups that are away, of copies of messages."""
         ...
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether no round ends without an evaluation of its own.
+
+        Of the one that it begins with :meth:`ScheduleDefaults.unvalued` then tells what it reads.
+        """
+        ...
+
     def init(self, problem: Problem, dtype: Any) -> Any:
         """The schedule's own state, a pytree of arrays."""
         ...
@@ -576,6 +591,7 @@ class ScheduleDefaults(_ScheduleVerbs):
     carries_own: Any = False
     has_agents: bool = False
     discards: Any = False
+    evaluates: Any = False
 
 
 def check_visits(schedule: Any, solver: Any) -> None:

@@ -97,6 +97,7 @@ class Sequential(ScheduleDefaults):
     carries_rows = True
     carries_tied = True
     carries_numbers = True
+    evaluates = True
 
     @property
     def carries_own(self) -> bool:

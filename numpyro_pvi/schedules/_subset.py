@@ -73,6 +73,7 @@ class StochasticSubset(ScheduleDefaults):
 
     partial = True
     carries_own = True
+    evaluates = True
 
     def __post_init__(self):
         k = self.k

@@ -344,6 +344,7 @@ class Synchronous(ScheduleDefaults):
     carries_tied = True
     carries_numbers = True
     carries_own = True
+    evaluates = True
 
     def __post_init__(self):
         if self.damping != "auto" and not (isinstance(self.damping, (int, float)) and 0.0 < self.damping <= 1.0):

@@ -21,7 +21,7 @@ from numpyro_pvi.expectations import RULES, Proposal, Tilted, from_points, grid_
 from numpyro_pvi.families import GaussianNatural, MultivariateNormalFamily, NormalFamily
 from numpyro_pvi.runtime import noise_floor
 from numpyro_pvi.runtime._tilted import method_of
-from numpyro_pvi.schedules import Sequential, StochasticSubset, Synchronous
+from numpyro_pvi.schedules import Committee, ScheduleDefaults, Sequential, StochasticSubset, Synchronous
 from numpyro_pvi.solvers import SNEP, ImportanceMoments, LaplaceMoments, LocalResult, PowerEP, match_rules
 
 FAMILY = MultivariateNormalFamily(2)
@@ -62,6 +62,34 @@ def pvi_of(model, labels, solver, schedule=None, guide=AutoMultivariateNormal):
 def test_settings_are_checked(options, words):
     with pytest.raises(PVIError, match=words):
         PowerEP(**options)
+
+
+def blank(own):
+    """What rounds that match moments begin with, where none of its values is a number."""
+
+    def unvalued(self, problem, sites, rule):
+        found = own(self, problem, sites, rule)
+        assert found is not None
+        values = found.groups, found.prior, found.rest, found.elbo, found.size
+        values = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), values)
+        return found._replace(**dict(zip(("groups", "prior", "rest", "elbo", "size"), values, strict=True)))
+
+    return unvalued
+
+
+@pytest.mark.parametrize("schedule", [Synchronous(), Sequential(), pytest.param(Committee(), id="fault")])
+def test_rounds_that_match_moments_read_no_values_of_where_they_begin(data, schedule, monkeypatch, request):
+    """And make no pass over the rows for them; of a schedule that keeps what it was given it is seen."""
+    fault, own = isinstance(schedule, Committee), ScheduleDefaults.unvalued
+    if fault:
+        monkeypatch.setattr(Committee, "evaluates", True)
+    monkeypatch.setattr(ScheduleDefaults, "unvalued", blank(own))
+    pvi = pvi_of(regression, np.arange(18) % 3, PowerEP(), schedule, AutoDiagonalNormal)
+    state, losses = pvi.init(jax.random.key(0), *data), []
+    for _ in range(2):
+        state, loss = pvi.update(state, *data)
+        losses.append(float(loss))
+    assert np.all(np.isfinite(losses)) != fault
 
 
 @pytest.fixture(scope="module")
