@@ -12,7 +12,15 @@ from jaxtyping import Array, Float, Int
 from ..errors import PVIError
 from ..sites import SiteStack, damp, posterior, tied_site
 from ..solvers import LocalResult
-from ._acceptance import Averaging, accept_jointly, accept_once, average_late, averaging_step, no_averaging
+from ._acceptance import (
+    SWEEP_HALVINGS,
+    Averaging,
+    accept_jointly,
+    accept_once,
+    average_late,
+    averaging_step,
+    no_averaging,
+)
 from ._contract import Problem, RoundCarry, ScheduleDefaults
 from ._convergence import natural_gradient_proposal, round_report, with_prior
 
@@ -74,10 +82,11 @@ class Sequential(ScheduleDefaults):
 
     A visit must leave q normalisable and, where the solver backtracks, not lower the local free energy; after the sweep
     the global ELBO must not have fallen beyond rounding, else the sweep's joint step is halved; a sweep that four halvings
-    have not mended gives way to one natural-gradient step of all sites from the old q, along which the ELBO rises. Where
-    expectations are by draws, the naturals of late sweeps are averaged, as :class:`Synchronous` does. After a sweep of a
-    stochastic solver the ELBO is looked at once; a sweep that has lost more than its noise explains is undone. A site that
-    groups share (:class:`numpyro_pvi.solvers.StochasticEP`) follows each group by 1/M of the way, by less in every sweep.
+    have not mended gives way to one natural-gradient step of all sites from the old q, along which the ELBO rises (where
+    components move in turns, by all groups' turns in the next round). Where expectations are by draws, the naturals of late
+    sweeps are averaged, as :class:`Synchronous` does. After a sweep of a stochastic solver the ELBO is looked at once; a
+    sweep that has lost more than its noise explains is undone. A site that groups share
+    (:class:`numpyro_pvi.solvers.StochasticEP`) follows each group by 1/M of the way, by less in every sweep.
 
     Args:
         order: "cyclic" (the order of ``pvi.groups``) or "random" (a fresh permutation each round).
@@ -160,10 +169,15 @@ class Sequential(ScheduleDefaults):
         return jax.random.permutation(key, order) if self.order == "random" else order
 
     def _in_turns(self, problem: Problem, carry: RoundCarry, key: Any, noise: Any) -> RoundCarry:
-        late = averaging_step(carry.schedule, carry.evaluation.elbo.dtype)
+        late, report = averaging_step(carry.schedule, carry.evaluation.elbo.dtype), carry.report
+        # Sites may sum to an optimum and each be wrong, as equal shares are at a start: whoever comes first then takes q far away,
+        # and no share of such a sweep helps. Seen from one q all of them come right at once.
+        together = jnp.min(report.backoffs) >= SWEEP_HALVINGS
         # A share of where a sweep leads is no shorter sweep: after a refusal the next one takes less of every turn.
-        shorter = 0.25 ** carry.report.refused.astype(late.dtype)
-        swept = cast(Any, problem).sweep(carry, self.damping * late * shorter, noise, self._order(problem, key))
+        shorter = 0.25 ** jnp.maximum(report.refused - together, 0).astype(late.dtype)
+        given, order = (carry, self.damping * late * shorter, noise), self._order(problem, key)
+        sweep = cast(Any, problem).sweep
+        swept = jax.lax.cond(together, lambda: sweep(*given), lambda: sweep(*given, order))
         done = accept_jointly(problem, carry.sites, swept.sites, carry.evaluation, jnp.ones_like(late), noise)
         return self._finish(problem, carry, swept.groups, swept.prior, done, swept.share)
 

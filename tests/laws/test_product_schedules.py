@@ -1,5 +1,6 @@
 """Schedules' own rounds over a product of families: coordinate ascent written by hand tells where each of them ends."""
 
+import dataclasses
 import functools
 
 import jax
@@ -22,6 +23,7 @@ from numpyro_pvi.schedules import (
     StochasticSubset,
     Streaming,
     Synchronous,
+    _sequential,
     _subset,
 )
 from numpyro_pvi.solvers import LocalELBO, NaturalGradient, PowerEP, StochasticNaturalGradient
@@ -444,6 +446,30 @@ def test_a_factor_of_the_prior_has_the_limit_of_server_rounds(name):
         means.append([(float(q[n].mean), float(q[n].variance) ** 0.5) for n in ("shape", "rate")])
     for (mean, sd), (wanted, width) in zip(*means, strict=True):
         assert abs(mean - wanted) < 1e-3 * width and abs(sd / width - 1) < 1e-3
+
+
+# Residuals of the first group are small, those of the others are not and not about 0.
+UNEVEN = np.argsort(np.abs(Y - 1.5 * X))
+FAR = X[UNEVEN], np.where(np.arange(12) < 3, Y[UNEVEN], 3 * Y[UNEVEN] + 2)
+
+
+@pytest.mark.parametrize("fault", [False, True], ids=["as it is", "fault"])
+def test_sweeps_leave_an_optimum_of_sites_in_equal_shares(fault, monkeypatch):
+    """Every visit by itself takes q far away, and no share of a sweep helps: sites seen from one q come right at once."""
+    if fault:
+        monkeypatch.setattr(_sequential, "SWEEP_HALVINGS", 99)
+    pvi = made(Sequential(), lambda x, y: line(x, y))
+    state, best = pvi.init(KEY, *map(jnp.asarray, FAR)), ascent(PRIOR, *FAR)
+    like, structure = jax.tree.flatten(state.sites.groups)
+    shares = [jnp.full((3,), total / 3, x.dtype) for total, x in zip(best - PRIOR, like, strict=True)]
+    sites = dataclasses.replace(state.sites, groups=jax.tree.unflatten(structure, shares))
+    state = dataclasses.replace(state, sites=sites)
+    tol = 1e-7 if X64 else 1e-3
+    done = pvi.run(KEY, 12, *map(jnp.asarray, FAR), tol=tol, init_state=state, progress_bar=False)
+    # A group adds half its rows to the shape of their precision.
+    own = np.allclose(done.state.sites.groups.parts["tau"].log, [2.0, 1.5, 2.5], rtol=TIGHT)
+    assert (done.converged and own) is not fault
+    assert fault or np.allclose(natural(done.params), best, rtol=TIGHT)
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
