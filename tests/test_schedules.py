@@ -10,7 +10,7 @@ from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.errors import PVIError, SkippedGroupError
-from numpyro_pvi.schedules import Sequential, Synchronous, asked_by_move, empty_report
+from numpyro_pvi.schedules import Sequential, StochasticSubset, Synchronous, _subset, asked_by_move, empty_report
 from numpyro_pvi.solvers import Conjugate, NaturalGradient
 from tests.laws import oracles
 from tests.laws.models import groups, make_hyper, make_linear, make_logistic, rows
@@ -284,3 +284,32 @@ def test_a_group_that_is_not_finite_is_skipped_and_reported(schedule):
         pvi.run(KEY, 50, FRAGILE_X, FRAGILE_Y, init_state=state, progress_bar=False)
     assert caught.value.state is not None and int(caught.value.state.step) == 10
     assert all(np.isfinite(leaf).all() for leaf in naturals(caught.value.state))
+
+
+SLOPE = np.random.default_rng(24)
+ABSCISSAS = SLOPE.normal(size=16).astype("f4")
+ORDINATES = (0.4 * ABSCISSAS + 0.6 * SLOPE.normal(size=16)).astype("f4")
+
+
+def twice(x, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+    sd, bent = numpyro.sample("sd", dist.Exponential(1.0)), numpyro.sample("bent", dist.Uniform(-1.0, 1.0))
+    with numpyro.plate("data", x.shape[0]):
+        numpyro.sample("y", dist.Normal(w * x + bent * jnp.tanh(x), sd), obs=y)
+
+
+@pytest.mark.parametrize("fault", [False, True], ids=["as it is", "fault"])
+def test_some_groups_take_q_no_farther_than_all_bear(fault, monkeypatch):
+    """Of sites that were fitted elsewhere the free energy of two groups rises without end: to losses of 5e4 and 5e7 nats."""
+    if fault:
+        right = _subset._free_energy_has_not_fallen
+        blind = lambda e: e._replace(elbo=jnp.zeros_like(e.elbo))  # noqa: E731
+        monkeypatch.setattr(
+            _subset,
+            "_free_energy_has_not_fallen",
+            lambda problem, new, old, there: right(problem, (blind(new[0]), new[1]), (blind(old[0]), old[1]), there),
+        )
+    model = (lambda x, y: twice(x, y)) if fault else twice
+    pvi = PVI(Partition(model, "data", np.arange(16) % 4), AutoDiagonalNormal(model), schedule=StochasticSubset(2))
+    losses = pvi.run(jax.random.key(1), 30, ABSCISSAS, ORDINATES, tol=1e-3, progress_bar=False).losses
+    assert np.max(losses) > 1e4 if fault else np.diff(losses).max() < 1.5 + 1e-3

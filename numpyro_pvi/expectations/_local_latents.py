@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from .._numerics import diagonal, grad, hessian_of, value_and_grad
+from .._numerics import diagonal, grad, hessian_of, invert_lower, value_and_grad
 from ..families import (
     ConditionalMoments,
     ConditionalNatural,
@@ -208,6 +208,89 @@ def _symmetric(curvature: _Curvature) -> _Curvature:
     return _Curvature(shared, curvature.cross, local)
 
 
+class _Seen(NamedTuple):
+    """Products of scores (minus slopes of log q) with gradients, and with how far points are from the means, by block."""
+
+    own: tuple
+    cross: tuple
+    shared: tuple
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bends:
+    """Mean curvature of a log density with kinks, of which its second derivatives see nothing.
+
+    By Stein's identity ``E[hess f] = E[s grad f^T]``, s minus the slope of log q. Of the gradient only what the mean second
+    derivatives leave over, ``grad f - E[hess] (x - E x)``, is taken so, which of quadratics is nothing at all: elsewhere
+    it is noisy. Of a row's blocks the score is that of theta and the row's own latents alone.
+
+    ``precision_root``: ``R^-T`` of the conditionals' roots R (their inverses, under a mean-field q); ``shared_root``: that of
+    q(theta)'s; ``slope``: of the conditionals' means in theta, None under a mean-field q; ``mask``: which rows are there.
+
+    References:
+        Stein, Estimation of the mean of a multivariate normal distribution, 1981, lemma 2.
+    """
+
+    precision_root: Float[Array, "R K ..."]
+    shared_root: Float[Array, "D ..."]
+    slope: Float[Array, "R K D"] | None
+    mask: Bool[Array, "R"]
+
+    @classmethod
+    def of(cls, moments: GaussianMoments, q: ConditionalMoments, mask: Bool[Array, "R"]) -> _Bends:
+        """``moments``: q(theta); ``q``: the rows' conditionals."""
+        if moments.scale.ndim == 1:
+            return cls(1 / q.root, 1 / moments.scale, None, mask)
+        return cls(invert_lower(jnp.swapaxes(q.root, -1, -2)), invert_lower(moments.scale.T), q.slope, mask)
+
+    def scores(self, shared: Float[Array, "P D"], local: Float[Array, "P R K"]) -> tuple[Array, Array, Array]:
+        """Of the rows' own latents, of theta alone (``S^-T e``), and of theta beside all rows, of whitened points."""
+        if self.slope is None:
+            alone = shared * self.shared_root
+            return local * self.precision_root, alone, alone
+        own = jnp.where(self.mask[:, None], jnp.einsum("rkj,prj->prk", self.precision_root, local), 0.0)
+        alone = shared @ self.shared_root.T
+        return own, alone, alone - jnp.einsum("rkd,prk->pd", self.slope, own)
+
+    def products(
+        self,
+        gradient: tuple[Array, Array],
+        at: tuple[Array, Array],
+        middle: tuple[Array, Array],
+        own: Float[Array, "R K"],
+        alone: Float[Array, "D"],
+        beside: Float[Array, "D"],
+    ) -> _Seen:
+        """What is averaged over the points; arguments after ``gradient``, the points and the means are the scores at one."""
+        (slope, slope_own), (away, out) = gradient, (a - b for a, b in zip(at, middle, strict=True))
+        if self.slope is None:
+            return _Seen((own * slope_own, own * out), (), (alone * slope, alone * away))
+        row = alone - jnp.einsum("rkd,rk->rd", self.slope, own)
+        given = slope_own[:, None, :], out[:, None, :], away
+        of_own = tuple(own[..., None] * x for x in given)
+        of_row = tuple(row[..., None] * x for x in given)
+        return _Seen(
+            of_own, of_row, (jnp.outer(beside, slope), jnp.outer(beside, away), beside[:, None] * out[:, None])
+        )
+
+    def seen(self, curvature: _Curvature, found: _Seen) -> _Curvature:
+        """The curvature with what its second derivatives have left over; ``found``: means of :meth:`products`."""
+        shared, cross, own = curvature
+        (pull, out, *more), (pull_all, away, *rest) = found.own, found.shared
+        if self.slope is None:
+            return curvature._replace(local=own - pull - own * out, shared=shared - pull_all - shared * away)
+
+        def left(pull: Array, out: Array, away: Array) -> Array:
+            return pull + jnp.einsum("rij,rkj->rik", out, own) + jnp.einsum("rid,rkd->rik", away, cross)
+
+        together = pull_all + away @ shared.T + jnp.einsum("rdk,rke->de", rest[0], cross)
+        return _Curvature(
+            shared - together,
+            cross - jnp.swapaxes(left(*found.cross), -1, -2),
+            own - left(pull, out, *more),
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class LocalLatentProgram(ProgramDefaults):
     """``E_q`` of a chunk's log density and local entropy over shared and local latents, by antithetic draws with Hessians.
@@ -228,12 +311,14 @@ class LocalLatentProgram(ProgramDefaults):
             stays exact for quadratics.
         rules: fixed points that take the place of draws while these, and other fixed ones, agree with them: see
             :func:`numpyro_pvi.expectations.joint_rules`. None for draws alone.
+        kinks: whether the log density may have kinks, of which second derivatives see nothing: see :class:`_Bends`.
     """
 
     log_density: Callable[[Any, Float[Array, "D"], Float[Array, "R K"]], Float[Array, ""]]
     family: GaussianFamily
     at_mean: bool = False
     rules: JointRules | None = None
+    kinks: bool = False
     noisy: bool = dataclasses.field(default=True, init=False)
 
     @property
@@ -336,7 +421,8 @@ class LocalLatentProgram(ProgramDefaults):
             return theta, jax.vmap(q.draw)(theta, local)
 
         mean = q.mean(moments.loc)
-        found, apart = self._derivatives(chunk.data, points, place, (moments.loc, mean))
+        middle, bends = (moments.loc, mean), _Bends.of(moments, q, chunk.mask) if self.kinks else None
+        found, apart = self._derivatives(chunk.data, points, place, middle, bends)
         value, (slope, slope_local), curvature = found
         away, out = (
             x[: points.count] - at
@@ -392,15 +478,15 @@ class LocalLatentProgram(ProgramDefaults):
         vector = force + jnp.einsum("rkd,rk->d", slope, force_own) + precision @ loc
         return dataclasses.replace(found, target=self.family.natural(vector, precision), local=None)
 
-    def _derivatives(self, data, points: _Points, place: Callable, middle: tuple):
+    def _derivatives(self, data, points: _Points, place: Callable, middle: tuple, bends: _Bends | None = None):
         """Means over points of value, gradients and curvature blocks (their diagonals under a mean-field q).
 
-        ``place``: whitened points to theta and z; ``middle``: q's means of both. Returns them, and the curvature that corrects
-        values.
+        ``place``: whitened points to theta and z; ``middle``: q's means of both; ``bends``: what sees kinks, or None. Returns them,
+        and the curvature that corrects values.
         """
         dim, width, full = self.family.dim, points.local.shape[-1], self.family.full
 
-        def one(theta, z):
+        def one(theta, z, *scores):
             density = value_and_grad(lambda a, b: self.log_density(data, a, b), argnums=(0, 1))
             (value, gradient), tangent = jax.linearize(density, theta, z)
             zero, none = jnp.zeros_like(z), jnp.zeros_like(theta)
@@ -413,9 +499,17 @@ class LocalLatentProgram(ProgramDefaults):
             if not full:
                 shared, cross = jnp.diagonal(shared), jnp.zeros((0,), theta.dtype)
                 local = jnp.diagonal(local, axis1=-2, axis2=-1)
-            return value, gradient, _Curvature(-shared, -cross, -local)
+            seen = bends.products(gradient, (theta, z), middle, *scores) if bends is not None else None
+            return value, gradient, _Curvature(-shared, -cross, -local), seen
 
-        (value, gradient, own), (_, _, apart) = points.means(one, place)
+        def placed(shared: Array, local: Array) -> tuple:
+            scores = () if bends is None else bends.scores(shared, local)
+            return (*place(shared, local), *scores)
+
+        (value, gradient, own, seen), (_, _, apart, _) = points.means(one, placed)
+        if bends is not None:
+            # Draws contradict fixed points where kinks matter; where they do not, these have no noise.
+            own = jax.tree.map(partial(jnp.where, points.noise.sampled), bends.seen(own, seen), own)
         if self.at_mean:
             loc, mean = middle
             shared = -hessian_of(lambda a: self.log_density(data, a, mean))(loc)

@@ -67,6 +67,8 @@ class PartitionPlan:
     unstructured: str = "auto"
     # Of "likelihood" and "prior factor": what may jump in the latents, as the model's program says.
     jumps: tuple[str, ...] = ()
+    # Whether rows with latents of their own may have kinks in them, of which second derivatives see nothing.
+    kinks: bool = False
     # Of "likelihood", "prior" (its exact part and its factor) and "additivity" (a sum over groups): what holds for all values
     # of latents and parameters; everything that is said of the others was found at points.
     proved: frozenset[str] = frozenset()

@@ -236,6 +236,7 @@ def plan_factors(
         batches=partition.batches,
         **_structure(probe, observed, outside, layout),
         jumps=_jumps(probe, (*observed, *(() if local is None else local.names)), outside, layout),
+        kinks=local is not None and _kinks(probe, (*observed, *local.names)),
     )
     if read.reading.mechanism == "mask":
         # Every group is the whole model with the others' rows masked.
@@ -394,6 +395,11 @@ def _jumps(probe: Probe, inside: tuple[str, ...], outside: tuple[str, ...], layo
     prior = any(probe.latent_forms[n].jump for n in layout.names)
     prior = prior or any(form.jump for n in outside for form in probe.leaf_forms[n].values())
     return ("likelihood",) * rows + ("prior factor",) * prior
+
+
+def _kinks(probe: Probe, inside: tuple[str, ...]) -> bool:
+    """Whether rows with latents of their own may have kinks. Those that jump in shared ones follow slopes, and are said to."""
+    return not any(probe.row_forms[n].jump for n in inside) and not probe.kinked.isdisjoint(inside)
 
 
 def _likelihood(probe: Probe, observed: tuple[str, ...]) -> tuple[dict[str, Any], bool]:

@@ -108,6 +108,8 @@ class Probe:
     row_forms: dict[str, Form]
     latent_forms: dict[str, Form]
     leaf_forms: dict[str, dict[str, Form]]
+    # The rows' sites whose log density may have a kink in the latents, or in rows' own.
+    kinked: frozenset[str]
     # Per-row reference values at the check points (and again at moved parameters), and what the chunks gave, summed over
     # observed sites: Float[K, N].
     reference: np.ndarray
@@ -214,6 +216,7 @@ def _on_host(found: dict, look: TracedLook, packing: Packing | GroupMasks, facts
         row_forms=look.forms["rows"],
         latent_forms=look.forms["latents"],
         leaf_forms=look.forms["leaves"],
+        kinked=frozenset(n for n, form in (look.with_own or look.forms)["rows"].items() if form.kink),
         reference=found["reference"],
         chunked=chunked,
         prior_loc=found["loc"],

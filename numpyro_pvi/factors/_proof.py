@@ -867,12 +867,14 @@ _MOVE = 0.1
 class TracedLook:
     """A traced function of (data, parameters, rows' own latents, flat point), and the form of each of its outputs.
 
-    ``forms``: of its outputs, in their structure.
+    ``forms``: of its outputs, in their structure, where rows' own latents stand still; ``with_own``: where they move as well, or
+    None without any.
     """
 
     closed: Any
     structure: Any
     forms: Any
+    with_own: Any = None
 
     def __call__(self, arrays: list, params: dict, local: Any, point: Array) -> Any:
         """The outputs."""
@@ -898,10 +900,14 @@ def trace_look(look: Callable, arrays: list, params: dict, call: ModelCall) -> T
     point = jax.ShapeDtypeStruct((call.layout.dim,), dtype)
     closed, shapes = jax.make_jaxpr(look, return_shape=True)(arrays, params, local, point)
     labels = [unmarked(n) for n in sorted(params) for _ in jax.tree.leaves(params[n])]
-    still = [unmarked()] * len(arrays), [unmarked()] * (local is not None)
-    forms = forms_of(closed, [*still[0], *labels, *still[1], marked(LATENTS)])
-    structure = jax.tree.structure(shapes)
-    return TracedLook(closed, structure, jax.tree.unflatten(structure, forms))
+    structure, still = jax.tree.structure(shapes), [unmarked()] * len(arrays)
+
+    def forms(own: list[Form]) -> Any:
+        return jax.tree.unflatten(structure, forms_of(closed, [*still, *labels, *own, marked(LATENTS)]))
+
+    if local is None:
+        return TracedLook(closed, structure, forms([]))
+    return TracedLook(closed, structure, forms([unmarked()]), forms([marked(LATENTS)]))
 
 
 def moved_values(params: dict, sites: dict, key: Any) -> dict:

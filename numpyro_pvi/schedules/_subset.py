@@ -13,7 +13,15 @@ from jaxtyping import Array, Bool, Float, Int
 from ..errors import PVIError
 from ..sites import MAX_HALVINGS, SiteStack, damp, select
 from ..solvers import ByLabel, LocalResult, by_label, freeze, resolve
-from ._acceptance import Averaging, accept_jointly, accept_once, average_late, averaging_step, no_averaging, taken_whole
+from ._acceptance import (
+    Averaging,
+    accept_jointly,
+    accept_once,
+    average_late,
+    averaging_step,
+    no_averaging,
+    taken_whole,
+)
 from ._contract import Evaluation, Part, Problem, RoundCarry, ScheduleDefaults, check_visits
 from ._convergence import round_report, with_prior
 from ._network import next_share
@@ -299,7 +307,10 @@ def _free_energy_has_not_fallen(
     old: tuple[Evaluation, SiteStack],
     taking_part: Bool[Array, "M"],
 ) -> Bool[Array, ""]:
-    """Whether the local free energy of some groups is at least what it was, up to rounding or a stochastic solver's noise."""
+    """Whether the local free energy of some groups is at least what it was, up to rounding or a stochastic solver's noise.
+
+    And whether the global ELBO has fallen by no more than ``D / 2`` nats.
+    """
     (after, _), (before, _) = new, old
     known = jnp.isfinite(before.groups.value) & taking_part
     stays_finite = jnp.all(jnp.isfinite(after.groups.value) | ~known)
@@ -308,7 +319,10 @@ def _free_energy_has_not_fallen(
     if problem.stochastic:
         # What a jitter of one posterior sd in every coordinate would cost.
         slack = slack + 0.5 * problem.family.dim
-    better = (found[0] - found[1] >= -slack) | ~before.moments.valid
+    # What a site stands for that was fitted elsewhere, or never, may let the free energy of some rise without end where the rest of
+    # the rows forbid it. They may lose what others will mend, and no more: of a jitter of one posterior sd in every coordinate.
+    bearable = ~(before.elbo - after.elbo > 0.5 * problem.family.dim)
+    better = ((found[0] - found[1] >= -slack) & bearable) | ~before.moments.valid
     return after.moments.valid & stays_finite & better
 
 
