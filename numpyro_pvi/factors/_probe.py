@@ -36,7 +36,7 @@ from ._model import (
     site_log_prob,
     with_wide_observations,
 )
-from ._proof import LATENTS, Form, TracedLook, forms_of, marked, moved_values, trace_look, unmarked
+from ._proof import LATENTS, Form, TracedLook, forms_of, is_guard, marked, moved_values, trace_look, unmarked
 from ._structure import (
     MAX_PREDICTORS,
     POINTS_PER_RAY,
@@ -216,7 +216,9 @@ def _on_host(found: dict, look: TracedLook, packing: Packing | GroupMasks, facts
         row_forms=look.forms["rows"],
         latent_forms=look.forms["latents"],
         leaf_forms=look.forms["leaves"],
-        kinked=frozenset(n for n, form in (look.with_own or look.forms)["rows"].items() if form.kink),
+        kinked=frozenset(
+            n for n, form in (look.with_own or look.forms)["rows"].items() if form.kink and not is_guard(form.kink)
+        ),
         reference=found["reference"],
         chunked=chunked,
         prior_loc=found["loc"],

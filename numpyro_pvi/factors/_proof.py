@@ -138,7 +138,8 @@ def all_labels(forms: Sequence[Form]) -> frozenset[str]:
 
 def unknown(forms: Sequence[Form], smooth: str = "", kink: str = "", opaque: str = "", jump: str = "") -> Form:
     """What is left of some forms after a primitive that leads out of all forms."""
-    kink = next((n for n in (kink, *(f.kink for f in forms)) if n), "")
+    kinks = [n for n in (kink, *(f.kink for f in forms)) if n]
+    kink = next((n for n in kinks if not is_guard(n)), kinks[0] if kinks else "")
     jump = next((n for n in (jump, *(f.jump for f in forms)) if n), "")
     opaque = next((n for n in (opaque, *(f.opaque for f in forms)) if n), "")
     smooth = next((n for n in (*(f.smooth for f in forms), smooth) if n), "")
@@ -677,20 +678,30 @@ def _kink(eqn: Any, forms: list[Form]) -> Form:
         return unknown(forms, name)
     # Sorted beside something else, which then moves in steps.
     jumps = name in JUMPS or (name == "sort" and len(eqn.invars) > 1)
-    jumps = jumps and not jax_functions & JUMPLESS and not _of_a_distribution(eqn)
-    return unknown(forms, kink=name, jump=name if jumps else "")
+    author = _author(eqn)
+    jumps = jumps and not jax_functions & JUMPLESS and _DISTRIBUTIONS not in author
+    # What they compare guards against overflow, but for distances.
+    guards = name != "abs" and any(library in author for library in (_DISTRIBUTIONS, _SUMS))
+    return unknown(forms, kink=name + _GUARD if guards else name, jump=name if jumps else "")
 
 
-def _of_a_distribution(eqn: Any) -> bool:
-    """Whether NumPyro's own distributions wrote an equation: what they compare guards against overflow."""
+def is_guard(kink: str) -> bool:
+    """Whether a kink is a library's guard against overflow, which of the function that it belongs to makes no kink."""
+    return kink.endswith(_GUARD)
+
+
+def _author(eqn: Any) -> str:
+    """The file that wrote an equation, by JAX's functions or not."""
     traceback = eqn.source_info.traceback
     frames = () if traceback is None else traceback.frames
     author = next((f.file_name for f in frames if not f.file_name.startswith(_JAX)), "")
-    return _DISTRIBUTIONS in author.replace(os.sep, "/")
+    return author.replace(os.sep, "/")
 
 
 # NumPyro's constraints without bounds, which a latent's own value meets wherever it is.
 _CONSTRAINTS, _DISTRIBUTIONS = "numpyro/distributions/constraints.py", "numpyro/distributions/"
+# Where discrete latents are summed out, and what is written beside the name of an operation that guards.
+_SUMS, _GUARD = "/funsor/", ", a guard"
 _ALWAYS_TRUE = ("_Simplex", "_PositiveDefinite", "_PositiveOrderedVector", "_OrderedVector", "_CorrCholesky", "_CorrMatrix",
     "_LowerCholesky", "_ScaledUnitLowerCholesky", "_Circular", "_Sphere")  # fmt: skip
 # What stands inside of JAX's ndtr, whose only input is affine, before its last product.

@@ -129,8 +129,8 @@ class FactorReader:
             # Steps by batches of rows look at curvatures of their own.
             how = plan.family, self.solver.stochastic, own_rules(part, self.solver)
             # Forward derivatives of all groups at once take D^2 passes, reverse ones some 3 D for every group.
-            all_at_once = isinstance(packing, GroupMasks) and plan.family.dim < 3 * part.table.num_groups
-            if all_at_once and not part.kinks:
+            few = plan.family.dim < 3 * part.table.num_groups and not part.kinks
+            if isinstance(packing, GroupMasks) and few:
                 densities = partial(_group_densities, part, packing, call)
                 group = packing.group_of_row[part.local.key]
                 return MaskedLocalProgram(joint, *how, densities=densities, group_of_unit=group), slots
