@@ -48,7 +48,8 @@ class StochasticSubset(ScheduleDefaults):
         F_S(q) = sum_{m in S} E_q[log p(y_m | theta)] - KL(q || q without the sites of S);
 
     otherwise the joint step is halved, and doubled again when accepted at once. With all groups in S this is the global ELBO.
-    With fewer the ELBO is no test: the first of two groups that disagree lowers it rightly, and nobody asks absent groups.
+    With fewer the ELBO is no test, as the first of two groups that disagree lowers it rightly; but a round in which it falls by
+    more than ``D / 2`` nats is halved as well: beside sites that were fitted elsewhere F_S may rise without end.
     Beside it every group's own step is halved when its changes turn back without getting shorter. Under a stochastic solver
     "auto" is one (or the ``power`` of ``LocalELBO``) over the number of groups that may take part (also under ``SNEP`` with anchors
     that outlast a visit); a round is undone only where it lost more than noise explains.
