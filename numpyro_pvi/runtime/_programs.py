@@ -127,7 +127,7 @@ class FactorReader:
                 return density((chunk, None), theta, local=z)
 
             # Steps by batches of rows look at curvatures of their own.
-            how = plan.family, self.solver.stochastic, own_rules(part, self.solver)
+            how = plan.family, self.solver.stochastic and not part.kinks, own_rules(part, self.solver)
             # Forward derivatives of all groups at once take D^2 passes, reverse ones some 3 D for every group.
             few = plan.family.dim < 3 * part.table.num_groups and not part.kinks
             if isinstance(packing, GroupMasks) and few:
