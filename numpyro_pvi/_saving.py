@@ -364,6 +364,12 @@ def _check_sizes(values: dict[str, Any], plan: Plan) -> None:
     if values["exact"].shape != (dim,) or not isinstance(sites, SiteStack):
         raise ValueError("the prior")
     if plan.rows is not None:
+        prior = values["prior"]
+        if not isinstance(prior, RowPrior) or plan.rows != ("latents" if prior.diagonal else "rows"):
+            raise ValueError("the prior as rows see it")
+        numbers = {x.shape for x in jax.tree.leaves(sites.groups)}
+        if prior.loc.shape != (dim,) or numbers != {(1, *prior.group.shape)}:
+            raise ValueError("numbers of rows")
         return
     counts = {(): values["prior"], (1 if plan.tied else plan.partition.table.num_groups,): sites.groups}
     for batch, found in counts.items():
