@@ -13,15 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..errors import PVIError
 from ..sites import MAX_HALVINGS, SiteStack, damp, select
 from ..solvers import ByLabel, LocalResult, by_label, freeze, resolve
-from ._acceptance import (
-    Averaging,
-    accept_jointly,
-    accept_once,
-    average_late,
-    averaging_step,
-    no_averaging,
-    taken_whole,
-)
+from ._acceptance import Averaging, accept_jointly, accept_once, average_late, averaging_step, no_averaging, taken_whole
 from ._contract import Evaluation, Part, Problem, RoundCarry, ScheduleDefaults, check_visits
 from ._convergence import round_report, with_prior
 from ._network import next_share
@@ -49,7 +41,8 @@ class StochasticSubset(ScheduleDefaults):
 
     otherwise the joint step is halved, and doubled again when accepted at once. With all groups in S this is the global ELBO.
     With fewer the ELBO is no test, as the first of two groups that disagree lowers it rightly; but a round in which it falls by
-    more than ``D / 2`` nats is halved as well: beside sites that were fitted elsewhere F_S may rise without end.
+    more than ``D / 2`` nats is halved (under a stochastic solver undone) as well: beside sites that were fitted elsewhere F_S
+    may rise without end.
     Beside it every group's own step is halved when its changes turn back without getting shorter. Under a stochastic solver
     "auto" is one (or the ``power`` of ``LocalELBO``) over the number of groups that may take part (also under ``SNEP`` with anchors
     that outlast a visit); a round is undone only where it lost more than noise explains.

@@ -77,7 +77,9 @@ def blank(own):
     return unvalued
 
 
-@pytest.mark.parametrize("schedule", [Synchronous(), Sequential(), pytest.param(Committee(), id="fault")])
+@pytest.mark.parametrize(
+    "schedule", [Synchronous(), Sequential(), StochasticSubset(2), pytest.param(Committee(), id="fault")]
+)
 def test_rounds_that_match_moments_read_no_values_of_where_they_begin(data, schedule, monkeypatch, request):
     """And make no pass over the rows for them; of a schedule that keeps what it was given it is seen."""
     fault, own = isinstance(schedule, Committee), ScheduleDefaults.unvalued
