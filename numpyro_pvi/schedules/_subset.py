@@ -34,10 +34,12 @@ class SubsetState(NamedTuple):
 class StochasticSubset(ScheduleDefaults):
     """Some groups each round, from the same q, absorbed together: ``eta_m <- eta_m + step rho_m (proposal_m - eta_m)``.
 
-    A round is accepted only if q is normalisable and the local free energy of the groups S that took part (and of the prior
-    factor, which the server holds) has not fallen beyond rounding, on common draws where expectations are by draws:
+    Of the prior factor, which the server holds, the share ``a = |S| / M`` takes part where ``|S|`` of M groups do: what a round
+    moves is on average that share of what all would move. Moved whole in every round it would outrun groups whose sites it
+    balances. A round is accepted only if q is normalisable and the local free energy of the groups S that took part, and of that
+    share of the prior factor f_0, has not fallen beyond rounding, on common draws where expectations are by draws:
 
-        F_S(q) = sum_{m in S} E_q[log p(y_m | theta)] - KL(q || q without the sites of S);
+        F_S(q) = sum_{m in S} E_q[log p(y_m | theta)] + a E_q[log f_0] - KL(q || q without the sites of S and a of f_0's);
 
     otherwise the joint step is halved, and doubled again when accepted at once. With all groups in S this is the global ELBO.
     With fewer the ELBO is no test, as the first of two groups that disagree lowers it rightly; but a round in which it falls by
@@ -186,7 +188,8 @@ class StochasticSubset(ScheduleDefaults):
         else:
             local = problem.own_between(sites.local, results.local, share)
         groups = jax.vmap(damp)(sites.groups, results.site, share)
-        proposal = SiteStack(groups, None if prior is None else prior.site, local)
+        fraction = _fraction(taking_part, state.step.dtype)
+        proposal = SiteStack(groups, None if prior is None else damp(sites.prior, prior.site, fraction), local)
 
         def test(evaluation: Evaluation, candidate: SiteStack) -> Bool[Array, ""]:
             return _free_energy_has_not_fallen(problem, (evaluation, candidate), (old, sites), taking_part)
@@ -270,7 +273,7 @@ class StochasticSubset(ScheduleDefaults):
             averaging,
         )
         skipped = with_prior(None if prior is None else ~prior.moved, taking_part & ~results.moved)
-        taken = with_prior(None if prior is None else prior.moved * 1.0, share)
+        taken = with_prior(None if prior is None else prior.moved * _fraction(taking_part, share.dtype), share)
         backoffs = jnp.where(taking_part, results.backoffs + done.halvings, 0)
         asked = jnp.sum(taking_part)
         report = round_report(
@@ -308,7 +311,7 @@ def _free_energy_has_not_fallen(
     (after, _), (before, _) = new, old
     known = jnp.isfinite(before.groups.value) & taking_part
     stays_finite = jnp.all(jnp.isfinite(after.groups.value) | ~known)
-    found, size = zip(*(_free_energy(problem, *each, known) for each in (new, old)), strict=True)
+    found, size = zip(*(_free_energy(problem, *each, known, old[1].prior) for each in (new, old)), strict=True)
     slack = 8 * jnp.finfo(size[0].dtype).eps * (size[0] + size[1])
     if problem.stochastic:
         # What a jitter of one posterior sd in every coordinate would cost.
@@ -320,15 +323,24 @@ def _free_energy_has_not_fallen(
     return after.moments.valid & stays_finite & better
 
 
-def _free_energy(problem: Problem, evaluation: Evaluation, sites: SiteStack, known: Bool[Array, "M"]):
-    """``sum_S {E_q[f_m] - <eta_m, mu_q>} + A(eta_q)`` and the size of its parts, nats; the prior factor is in S."""
+def _fraction(taking_part: Bool[Array, "M"], dtype: Any) -> Float[Array, ""]:
+    """The share of all groups, and of the prior factor, that takes part."""
+    return jnp.mean(taking_part, dtype=dtype)
+
+
+def _free_energy(problem: Problem, evaluation: Evaluation, sites: SiteStack, known: Bool[Array, "M"], prior: Any):
+    """``sum_S {E_q[f_m] - <eta_m, mu_q>} + A(eta_q)`` and the size of its parts, nats; that share of the prior factor is in S.
+
+    ``prior``: its site before the round, of which the rest stays.
+    """
     moments = evaluation.moments
     pairings = problem.family.expect_quadratic(sites.groups, moments)
     parts = [jnp.where(known, evaluation.groups.value, 0.0), -jnp.where(known, pairings, 0.0)]
     if evaluation.prior is not None and sites.prior is not None:
-        finite = jnp.isfinite(evaluation.prior.value)
-        parts.append(jnp.where(finite, evaluation.prior.value, 0.0)[None])
-        parts.append(-problem.family.expect_quadratic(sites.prior, moments)[None])
+        finite, fraction = jnp.isfinite(evaluation.prior.value), _fraction(known, pairings.dtype)
+        parts.append(fraction * jnp.where(finite, evaluation.prior.value, 0.0)[None])
+        own = jax.tree.map(lambda new, old: new - (1 - fraction) * old, sites.prior, prior)
+        parts.append(-problem.family.expect_quadratic(own, moments)[None])
     parts.append(jnp.stack(problem.family.log_partition_parts(evaluation.q, moments)))
     # Rows of groups that are not in S stay, and their part with them.
     parts.append(problem.own_rest(evaluation.q, sites.local)[None])
