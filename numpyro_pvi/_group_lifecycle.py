@@ -261,6 +261,12 @@ def forgotten(state: PVIState, label: Hashable, solver: Any) -> PVIState:
             f"forget_group({label!r}) took its site out, but {reason}, so what is left may be approximate until they are "
             "fitted again, and far from a fit without it: revisit(state, labels, *args) with the other groups' rows.",
         )
+    elif reason and left.sites.prior is not None:
+        warn(
+            f"forget_group({label!r}) took the last group's site out. What is left beside priors that the guide's family holds is "
+            "the prior factor's site, which was fitted where the data had q, so q may be far from the prior: to go on with other "
+            "rows, begin anew with init(rng_key, *args) on them.",
+        )
     return left
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -99,10 +100,22 @@ def harmless(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
 
 def prepare_guide(pvi: Any, state: PVIState, args: tuple, kwargs: dict) -> None:
     """Set a guide up that has not seen the model's arguments, as after ``load``. Under ``jit`` it is left alone."""
-    if pvi.guide.prototype_trace is not None:
-        return
-    if is_traced((state, args, kwargs)):
-        return
+    if pvi.guide.prototype_trace is None and not is_traced((state, args, kwargs)):
+        _set_up(pvi, pvi.guide, state, args, kwargs)
+
+
+def guide_of_rows(pvi: Any, state: PVIState, args: tuple, kwargs: dict) -> Any:
+    """The guide; a copy set up for the state's rows where it was set up for others, which had latents of their own."""
+    if pvi._fit.guide_latents(pvi.guide) == state.plan.latent_shapes:
+        return pvi.guide
+    guide = copy.copy(pvi.guide)
+    # What NumPyro's set-up writes into is the original's.
+    guide.prototype_trace, guide._prototype_frame_full_sizes = None, {}
+    _set_up(pvi, guide, state, args, kwargs)
+    return guide
+
+
+def _set_up(pvi: Any, guide: Any, state: PVIState, args: tuple, kwargs: dict) -> None:
     enumeration, hides = state.plan.partition.enumeration, None
     if pvi.runtime.elsewhere is not None:
         (split,) = pvi.runtime.elsewhere.partitions(pvi.model, None)
@@ -110,14 +123,14 @@ def prepare_guide(pvi: Any, state: PVIState, args: tuple, kwargs: dict) -> None:
     elif enumeration:
         hides = partial(summed_out, enumeration=enumeration)
     # The key gives the guide starting values, which nothing reads.
-    setup_guide(pvi.guide, jax.random.key(0), args, kwargs, hides)
-    wanted, found = state.plan.latent_shapes, pvi._fit.guide_latents(pvi.guide)
+    setup_guide(guide, jax.random.key(0), args, kwargs, hides)
+    wanted, found = state.plan.latent_shapes, pvi._fit.guide_latents(guide)
     if found != wanted:
         raise StateError(
             f"the state has the latents {_listed(wanted)}, but the guide {_listed(found)} ({state.plan.measured}): it belongs to "
             "another model. Make the PVI from the model that the state was fitted with."
         )
-    pvi._fit.check_guide(pvi.guide, state.plan)
+    pvi._fit.check_guide(guide, state.plan)
 
 
 def prototype(pvi: Any, state: PVIState) -> dict:

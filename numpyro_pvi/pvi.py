@@ -30,7 +30,7 @@ from ._group_lifecycle import (
 )
 from ._initial import default_partitions, param_values
 from ._posterior_views import NaturalView, describe, trace_of
-from ._saving import load_state, prepare_guide, save_state
+from ._saving import guide_of_rows, load_state, prepare_guide, save_state
 from ._state import Plan, PVIInfo, PVIRunResult, PVIState
 from ._state_marginals import dense_form, group_view, own_marginals
 from ._user_inputs import (
@@ -723,11 +723,11 @@ class PVI(SVI):
         model, trace = FullPlates(state.plan.partition.model(self.model)), getattr(state_or_result, "trace", None)
         if elsewhere:
             return self._fit.shared_to_arviz(self, state, args, kwargs, rng_key, num_samples, trace)
-        params = self.get_params(state)
+        params, guide = self.get_params(state), guide_of_rows(self, state, args, kwargs)
         shown = {"trace": trace, "agents": own_marginals(self, state)}
         if state.plan.partition.enumeration is not None:
             shown["whole"] = FullPlates(self.model)
-        return export.to_arviz(rng_key, model, self.guide, params, args, kwargs, num_samples=num_samples, **shown)
+        return export.to_arviz(rng_key, model, guide, params, args, kwargs, num_samples=num_samples, **shown)
 
     # ------------------------------------------------------------------ joints between the rooms
 

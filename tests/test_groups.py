@@ -334,6 +334,29 @@ def test_local_latents_come_and_go_with_their_rows():
     np.testing.assert_allclose(pvi.posterior(back)["w"].mean, pvi.posterior(state)["w"].mean, rtol=1e-4)
     score = pvi.prequential(state, *rows_of("a"), rng_key=KEY, num_samples=200)
     assert score.rows.shape == (8,) and np.all(np.isfinite(score.rows))
+    # The guide was set up for the eight rows of "a"; draws are of the latest rows' effects, and leave it as it was.
+    few = pvi.add_group(state, "d", X[:3], Y[:3])
+    drawn = pvi.to_arviz(KEY, few, X[:3], Y[:3], num_samples=4).posterior
+    assert drawn["u"].shape == (1, 4, 3) and drawn["w"].shape == (1, 4, 2)
+    assert pvi.to_arviz(KEY, back, *rows_of("b"), num_samples=4).posterior["u"].shape == (1, 4, len(rows_of("b")[1]))
+    assert len(pvi.guide.prototype_trace["u"]["value"]) == 8
+
+
+def spread(y):
+    sd = numpyro.sample("sd", dist.HalfNormal(1.0))
+    with numpyro.plate("data", y.shape[0]):
+        numpyro.sample("obs", dist.Normal(0.0, sd), obs=y)
+
+
+def test_forgetting_the_last_group_says_what_the_priors_site_is():
+    """It was fitted at sds of .05, where the prior is flat in log sd: by itself it is a normal law hundreds of sds away."""
+    pvi = PVI(Partition(spread, "data", np.arange(12) % 2), AutoMultivariateNormal(spread))
+    state = pvi.run(KEY, 8, np.linspace(-0.1, 0.1, 12), progress_bar=False).state
+    with pytest.warns(UserWarning, match="beside them|other groups"):
+        state = pvi.forget_group(state, 0)
+    with pytest.warns(UserWarning, match="the last group's site out.*begin anew with init"):
+        state = pvi.forget_group(state, 1)
+    assert loc_of(pvi, state)[0] > 50
 
 
 # --------------------------------------------------------------------------------------------------------------- messages

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._numerics import hessian_of, value_and_grad
+from .._numerics import hessian_of, inverse_root, scaled_cholesky, value_and_grad
 from ..families import GaussianFamily, GaussianMoments, MultivariateNormalFamily
 
 
@@ -84,18 +84,59 @@ class ProgramDefaults:
 # computation).
 
 
-def read_quadratic(density: Callable[[Float[Array, "D"]], Float[Array, ""]], origin: Float[Array, "D"]) -> Expected:
-    """Read (c, h, P) of a quadratic log density, nats, off its derivatives at the origin."""
-    value, gradient = value_and_grad(density)(origin)
-    hessian = hessian_of(density)(origin)
+def read_quadratic(density: Callable[[Float[Array, "D"]], Float[Array, ""]], point: Float[Array, "D"]) -> Expected:
+    """Read a quadratic log density, nats, off its derivatives at a point: its value there, and the natural parameters (h, P)."""
+    value, gradient = value_and_grad(density)(point)
+    hessian = hessian_of(density)(point)
     nothing = jnp.zeros_like(value)
-    target = MultivariateNormalFamily(origin.shape[0]).natural(gradient, -0.5 * (hessian + hessian.T))
-    return Expected(value, target, jnp.zeros_like(origin), nothing, nothing, nothing)
+    precision = -0.5 * (hessian + hessian.T)
+    target = MultivariateNormalFamily(point.shape[0]).natural(gradient + precision @ point, precision)
+    return Expected(value, target, jnp.zeros_like(point), nothing, nothing, nothing)
+
+
+# Nats of rounding in a factor's value from which it is worth another look at the rows.
+_WORTH_READING = 1e-3
+
+
+def read_well(read: Callable[[Float[Array, "D"]], Expected], dim: int, roughly: bool = False) -> Expected:
+    """Read all groups' quadratic factors where their values are no small differences of large numbers.
+
+    At the origin, a location some thousand sds away is such a difference: of an intercept of 2000 with rows of sd 1 single
+    precision has lost the units. Read at their joint maximum values are of the size of residuals. ``read``: factors at a point,
+    values and natural parameters by group; a second look is taken only where the first one is not worth a thousandth of a nat.
+    ``dim``: D; ``roughly``: whether the first look will do in any case. Returns the factors with, as product, the point where each
+    value was read.
+    """
+    zero = jnp.zeros((dim,), jnp.result_type(float))
+
+    def told(point: Array, found: Expected) -> Expected:
+        return dataclasses.replace(found, product=jnp.broadcast_to(point, (*found.value.shape, dim)))
+
+    if roughly or zero.dtype == jnp.float64:
+        return told(zero, read(zero))
+
+    def look(carry: tuple, _: None) -> tuple:
+        at, point, found, needed = carry
+        found = jax.lax.cond(needed, lambda: read(point), lambda: found)
+        at = jnp.where(needed, point, at)
+        vector, precision = (jnp.sum(x, axis=0) for x in (found.target.precision_mean, found.target.precision))
+        # Along directions that no factor determines any point will do.
+        damped = precision + 1e-6 * jnp.diag(jnp.maximum(jnp.diagonal(precision), jnp.finfo(zero.dtype).tiny ** 0.5))
+        inverse = inverse_root(scaled_cholesky(damped)[0])
+        best = jax.lax.stop_gradient(inverse @ (vector @ inverse))
+        parts = found.value, found.target.precision_mean @ best, 0.5 * (found.target.precision @ best) @ best
+        rounding = jnp.finfo(zero.dtype).eps * jnp.max(sum(jnp.abs(x) for x in parts))
+        good = jnp.all(jnp.isfinite(best)) & jnp.isfinite(rounding)
+        return (at, jnp.where(good, best, 0.0), found, good & (rounding > _WORTH_READING)), None
+
+    empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(read, zero))
+    (at, _, found, _), _ = jax.lax.scan(look, (zero, zero, empty, jnp.array(True)), None, length=2)
+    return told(at, found)
 
 
 @dataclasses.dataclass(frozen=True)
 class QuadraticProgram(ProgramDefaults):
-    """``f(theta) = c + h^T theta - 1/2 theta^T P theta``, one (c, h, P) per group.
+    """``f(theta) = f(t) + (h - P t)^T (theta - t) - 1/2 (theta - t)^T P (theta - t)``, one (f(t), h, P) per group.
 
     ``family``: the Gaussian family of q.
     """
@@ -112,16 +153,19 @@ class QuadraticProgram(ProgramDefaults):
     ) -> Expected:
         """Closed-form expectations of one group's factor.
 
-        ``factor``: value c, and natural parameters (h, P) as the full-covariance target, read at the origin; ``moments``: q;
+        ``factor``: see :func:`read_well`: the value where it was read, natural parameters (h, P) as the full-covariance target,
+        and that point t as product; ``moments``: q;
         ``probe``: Float[D] vector for the curvature product, or None; ``level``: unused; ``noise``: unused; ``clip``: unused; a
         quadratic factor is what it is. Returns the group's expectations; for a full-covariance q the target is (h, P) itself,
         to the last bit.
         """
         full = MultivariateNormalFamily(self.family.dim)
         vector, precision = factor.target.precision_mean, factor.target.precision
-        loc = moments.loc
-        dense = moments if self.family.full else moments._replace(scale=jnp.diag(moments.scale))
-        value = factor.value + full.expect_quadratic(factor.target, dense)
+        loc, point = moments.loc, cast(Any, factor.product)
+        scale = moments.scale if self.family.full else jnp.diag(moments.scale)
+        around = full.natural(vector - precision @ point, precision)
+        dense = moments._replace(loc=loc - point, scale=scale)
+        value = factor.value + full.expect_quadratic(around, dense)
         product = jnp.zeros_like(loc) if probe is None else precision @ probe
         if self.family.full:
             target = factor.target

@@ -451,8 +451,9 @@ def _(program: SharedAffineProgram, chunk: Any, point: Float[Array, "D"]) -> Flo
 
 @log_density_at.register
 def _(program: QuadraticProgram, chunk: Any, point: Float[Array, "D"]) -> Float[Array, ""]:
-    target = chunk.target
-    return chunk.value + point @ target.precision_mean - 0.5 * point @ (target.precision @ point)
+    target, away = chunk.target, point - chunk.product
+    slope = target.precision_mean - target.precision @ chunk.product
+    return chunk.value + away @ slope - 0.5 * away @ (target.precision @ away)
 
 
 @log_density_at.register(IntegratedProgram)

@@ -148,6 +148,41 @@ class _FamilyVerbs(Protocol):
         """
         return jax.jvp(self.natural_to_mean, (natural,), (tangent,))[1]
 
+    def metric_root(self: Any, natural: Any) -> Any:
+        """What :meth:`whitened` reads of the Fisher metric at one member: to override with it.
+
+        Args:
+            natural: where, without batch axes.
+
+        Returns:
+            A lower root of the metric in minimal coordinates; of more than 64 the sds of the mean statistics. 0 where the metric
+            vanishes (a latent that has come to one value).
+        """
+        if jax.eval_shape(self.to_minimal, natural).shape[-1] <= _FACTORISED:
+            return _metric_root(fisher_matrix(self, natural))
+        return jax.tree.map(jnp.sqrt, self.fisher_diagonal(natural))
+
+    def whitened(self: Any, natural: Any, root: Any, change: Any) -> Any:
+        """A change of one member's natural parameters in orthonormal coordinates of its Fisher metric, in the places of these.
+
+        To override where there is a closed form: of narrow members far from 0 the metric is nearly singular in these parameters.
+
+        Args:
+            natural: where, without batch axes.
+            root: :meth:`metric_root` there.
+            change: a tangent, likewise.
+
+        Returns:
+            Natural parameters of minimal coordinates ``R^T u``, with u the change's and ``R R^T`` the metric; of more than 64
+            coordinates the change of the mean statistics in their sds, to first order. Along directions in which the metric
+            vanishes there are no moves.
+        """
+        if jax.eval_shape(self.to_minimal, natural).shape[-1] <= _FACTORISED:
+            return self.from_minimal(self.to_minimal(change) @ root)
+        images = self.fisher_product(natural, change)
+        like = jax.tree.unflatten(jax.tree.structure(change), jax.tree.leaves(images))
+        return jax.tree.map(lambda x, sd: jnp.where(sd > 0, x / jnp.where(sd > 0, sd, 1.0), 0.0), like, root)
+
     def fisher_diagonal(self: Any, natural: Any) -> Any:
         """Variances of the sufficient statistics under q, by as many Fisher products as there are statistics.
 
@@ -447,6 +482,8 @@ class FamilyMoments(NamedTuple):
     """One member of a family as its mean statistics, their sds, and what else rounds ask of it."""
 
     natural: Any
+    # What changes are measured by: see FamilyDefaults.metric_root.
+    root: Any
     # E_q[T] and the sds of T under q, entry by entry in one vector.
     loc: Float[Array, "P"]
     scale: Float[Array, "P"]
@@ -458,8 +495,10 @@ class FamilyMoments(NamedTuple):
 class MetricDefaults(FamilyDefaults):
     """Moves of q in its own Fisher metric; a Gaussian family has the same verbs over its coordinates.
 
-    Sufficient statistics stand where a Gaussian has coordinates: a move is a change of their means in units of their sds, as
-    the mean of a Gaussian moves in units of posterior sds.
+    A move is the change of natural parameters in coordinates that this metric makes orthonormal, member by member: for a shift of
+    a normal, one is one posterior sd. Mean statistics in units of their own sds would not do: of a narrow member (x and x^2 of a
+    normal far from 0, log x and x of a gamma of a large shape) they move together, and a change of its width, which is what they
+    differ by, would hardly count.
     """
 
     # Of a Gaussian True: a member is a location and a scale, and moves are of these.
@@ -493,7 +532,8 @@ class MetricDefaults(FamilyDefaults):
         variances = self.flat(self.fisher_diagonal(natural))
         # A latent that has come to one value has no sd to measure moves by, and makes none.
         scale = jnp.sqrt(jnp.maximum(variances, jnp.finfo(variances.dtype).tiny))
-        return FamilyMoments(natural, self.flat(mean), scale, self.log_partition(natural), valid)
+        root = self.metric_root(natural)
+        return FamilyMoments(natural, root, self.flat(mean), scale, self.log_partition(natural), valid)
 
     def sds(self, moments: FamilyMoments) -> Float[Array, "P"]:
         """Sds of the sufficient statistics."""
@@ -521,11 +561,21 @@ class MetricDefaults(FamilyDefaults):
     def standard(self: Any, dtype: Any) -> FamilyMoments:
         """Numbers of the right shapes, to fill a memory with before there is a q."""
         one = jnp.ones((self.dim,), dtype)
-        return FamilyMoments(self.zeros((), dtype), 0 * one, one, jnp.zeros((), dtype), jnp.array(True))
+        zeros = self.zeros((), dtype)
+        root = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(self.metric_root, zeros))
+        return FamilyMoments(zeros, root, 0 * one, one, jnp.zeros((), dtype), jnp.array(True))
 
-    def moves(self, new: FamilyMoments, old: FamilyMoments) -> Float[Array, "P"]:
-        """How far apart two members are: differences of mean statistics in the new one's sds."""
-        return (new.loc - old.loc) / new.scale
+    def moves(self: Any, new: FamilyMoments, old: FamilyMoments) -> Float[Array, "P"]:
+        """How far apart two members are: the difference of natural parameters in orthonormal coordinates at the new one."""
+        return self.shift(new.natural - old.natural, new)
+
+    def displacement(self, new: FamilyMoments, old: FamilyMoments) -> Float[Array, "P"]:
+        """What rounds by draws remember of a move; of a Gaussian the change of its location."""
+        return self.moves(new, old)
+
+    def displacement_sds(self, moments: FamilyMoments) -> Float[Array, "P"]:
+        """What that is measured by: nothing else."""
+        return jnp.ones_like(moments.loc)
 
     def pull(self: Any, change: Any, loc: Float[Array, "P"]) -> Float[Array, "*batch P"]:
         """A change of natural parameters as a vector: its slope in the statistics is the same everywhere."""
@@ -541,16 +591,16 @@ class MetricDefaults(FamilyDefaults):
 
         return one(vector) if vector.ndim == 1 else jax.vmap(one)(vector)
 
-    def precision_product(self: Any, natural: Any, vector: Float[Array, "P"]) -> Float[Array, "P"]:
-        """``F(eta)^-1 v`` by the metric's diagonal: for angles between moves, not for their lengths."""
-        return vector / self.flat(self.fisher_diagonal(natural))
+    def precision_product(self, natural: Any, vector: Float[Array, "P"]) -> Float[Array, "P"]:
+        """The metric of :meth:`displacement`, whose coordinates are orthonormal."""
+        return vector
 
     def shift(self: Any, change: Any, moments: FamilyMoments) -> Float[Array, "*batch P"]:
-        """First-order change of the mean statistics by a change of natural parameters, in sds."""
-        return self.covariance_product(moments, self.pull(change, moments.loc)) / moments.scale
+        """A change of natural parameters (or a batch of them) as :meth:`moves` would tell of it."""
+        return self.flat(self.whitened(moments.natural, moments.root, change))
 
     def effect(self: Any, change: Any, moments: FamilyMoments, exact: Any = True) -> Float[Array, "*batch P"]:
-        """The same: a family's statistics tell all of its spread as well."""
+        """The same: natural parameters tell all of a member's spread as well."""
         return self.shift(change, moments)
 
     def expect_quadratic(self: Any, natural: Any, moments: FamilyMoments) -> Float[Array, "*batch"]:
@@ -583,6 +633,22 @@ def fisher_matrix(family: Any, natural: Any) -> Float[Array, "P P"]:
         return minimal_mean(family, natural, family.fisher_product(natural, family.from_minimal(column)))
 
     return symmetrise(jax.vmap(image)(jnp.eye(size.shape[-1], dtype=size.dtype)))
+
+
+# Minimal coordinates of a member up to which its metric is factorised for the length of moves.
+_FACTORISED = 64
+# Units in the last place that a metric's diagonal is raised by, relative to itself, so that it has a root.
+_RAISED = 16
+
+
+def _metric_root(metric: Float[Array, "P P"]) -> Float[Array, "P P"]:
+    """Its lower Cholesky factor, after a scaling to a unit diagonal that is raised by some rounding; 0 where that is 0."""
+    sds = jnp.sqrt(jnp.maximum(jnp.diagonal(metric), 0.0))
+    scale = jnp.where(sds > 0, sds, 1.0)
+    unit = jnp.where(
+        jnp.eye(len(sds), dtype=bool), 1 + _RAISED * jnp.finfo(sds.dtype).eps, metric / jnp.outer(scale, scale)
+    )
+    return scaled_cholesky(unit)[0] * sds[:, None]
 
 
 # ------------------------------------------------------------------------------------------------ distance of Gaussians

@@ -179,6 +179,14 @@ class GaussianDefaults(FamilyDefaults):
         """Whitened coordinates of changes at one q: see :func:`numpyro_pvi.families.whitening`."""
         return GaussianWhitening(self, self.moments(natural))
 
+    def metric_root(self, natural: GaussianNatural) -> tuple[()]:
+        """Nothing."""
+        return ()
+
+    def whitened(self: Any, natural: GaussianNatural, root: Any, change: GaussianNatural) -> GaussianNatural:
+        """In closed form: see :class:`GaussianWhitening`."""
+        return self.from_minimal(self.whitening(natural).coordinates(change))
+
     def inner_products(self: Any, moments: GaussianMoments, change: GaussianNatural) -> Float[Array, "W W"]:
         """Inner products of W changes of the naturals (leading axis) in q's Fisher metric.
 
@@ -190,6 +198,14 @@ class GaussianDefaults(FamilyDefaults):
     def standard(self: Any, dtype: Any) -> GaussianMoments:
         """The standard normal, to fill a memory with before there is a q."""
         return self.moments(self.from_loc_sd(jnp.zeros((self.dim,), dtype), jnp.ones((self.dim,), dtype)))
+
+    def displacement(self, new: GaussianMoments, old: GaussianMoments) -> Float[Array, "D"]:
+        """What rounds by draws remember of a move: the change of the location."""
+        return new.loc - old.loc
+
+    def displacement_sds(self: Any, moments: GaussianMoments) -> Float[Array, "D"]:
+        """What that is measured by."""
+        return self.sds(moments)
 
     def moves(self: Any, new: GaussianMoments, old: GaussianMoments) -> Float[Array, "two_D"]:
         """How far apart two Gaussians are: differences of means in the new one's sds, then of log sds."""
@@ -359,6 +375,16 @@ class ScalarNormalFamily(ScalarDefaults):
         loc, other_loc = natural.precision_mean / natural.precision, other.precision_mean / other.precision
         return _normal_kl(natural.precision, loc, other.precision, other_loc)
 
+    def metric_root(self, natural: ScalarNormalNatural) -> tuple[()]:
+        """Nothing."""
+        return ()
+
+    def whitened(self, natural: ScalarNormalNatural, root: Any, change: ScalarNormalNatural) -> ScalarNormalNatural:
+        """``(s (dh - m dlambda), sqrt(1/2) v dlambda)``."""
+        loc, variance = natural.precision_mean / natural.precision, 1 / natural.precision
+        pulled = jnp.sqrt(variance) * (change.precision_mean - loc * change.precision)
+        return ScalarNormalNatural(pulled, math.sqrt(0.5) * variance * change.precision)
+
     def fisher_solve(self, natural: ScalarNormalNatural, tangent: ScalarNormalMean) -> ScalarNormalNatural:
         """``d_eta`` of ``d_mu`` in closed form; see :class:`Family`."""
         loc = natural.precision_mean / natural.precision
@@ -424,6 +450,16 @@ class LogNormalFamily(ScalarDefaults):
         """Natural parameters of a ``LogNormal``."""
         loc, scale = read_parameters(distribution, "loc", "scale")
         return LogNormalNatural(loc / scale**2 - 1, 1 / scale**2)
+
+    def metric_root(self, natural: LogNormalNatural) -> tuple[()]:
+        """Nothing."""
+        return ()
+
+    def whitened(self, natural: LogNormalNatural, root: Any, change: LogNormalNatural) -> LogNormalNatural:
+        """That of the normal in log x."""
+        tangent = ScalarNormalNatural(change.log, change.precision)
+        found = ScalarNormalFamily().whitened(self._normal(natural), root, tangent)
+        return LogNormalNatural(found.precision_mean, found.precision)
 
     def in_domain(self, natural: LogNormalNatural) -> Bool[Array, "*batch"]:
         """Whether both are finite and the precision is positive."""

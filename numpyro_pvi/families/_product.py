@@ -376,13 +376,26 @@ class ProductFamily(MetricDefaults):
         return ProductFamily([(name, family) for name, family in self.components if name in names])
 
     def shift(self, change: Any, moments: FamilyMoments) -> Float[Array, "*batch P"]:
-        """First-order change of the mean statistics, in sds, of the components that a change of natural parameters has."""
+        """A change of natural parameters in orthonormal coordinates, of the components that it has."""
         if not change.parts:
             return jnp.zeros((1, 1))
-        if len(change.parts) == len(self.components):
-            return super().shift(change, moments)
-        own, at = self.of(change.parts), moments.natural.parts
-        return own.shift(change, own.moments(ProductNatural({name: at[name] for name in change.parts})))
+        return self.of(change.parts).flat(self.whitened(moments.natural, moments.root, change))
+
+    def metric_root(self, natural: ProductNatural) -> dict[str, Any]:
+        """Every member's."""
+
+        def of_members(family: Any, natural: Any) -> Any:
+            own, at = member_family(family, natural)
+            return _over_members(own.metric_root, own, at)(at)
+
+        return self._map(of_members, natural)
+
+    def whitened(self, natural: ProductNatural, root: dict[str, Any], change: ProductNatural) -> ProductNatural:
+        """Member by member, of the components that a change (or a batch of them) has."""
+        at, families = natural.parts, dict(self.components)
+        return ProductNatural(
+            {name: _whitened(families[name], at[name], root[name], own) for name, own in change.parts.items()}
+        )
 
     def to_minimal(self, natural: ProductNatural) -> Float[Array, "*batch P"]:
         """The components' coordinates, one after another."""
@@ -600,6 +613,22 @@ def whitening(family: Any, natural: Any) -> Any:
             continue
         roots[name] = scaled_cholesky(member_metrics(part, natural.parts[name]))[0]
     return Whitening(family, roots)
+
+
+def _over_members(function: Callable[..., Any], own: Any, natural: Any) -> Callable[..., Any]:
+    """A function of one member, mapped over all of a component's; ``own``: the family of one of them."""
+    for _ in range(own.to_minimal(natural).ndim - 1):
+        function = jax.vmap(function)
+    return function
+
+
+def _whitened(family: Any, natural: Any, root: Any, change: Any) -> Any:
+    """A change of all members of a component (or a batch of them), each in coordinates of its own."""
+    own, at, step = member_family(family, natural, change)
+    for_all = _over_members(own.whitened, own, at)
+    for _ in range(jax.tree.leaves(step)[0].ndim - jax.tree.leaves(at)[0].ndim):
+        for_all = jax.vmap(for_all, in_axes=(None, None, 0))
+    return jax.tree.unflatten(jax.tree.structure(change), jax.tree.leaves(for_all(at, root, step)))
 
 
 def member_metrics(family: Any, natural: Any) -> Float[Array, "*members P P"]:

@@ -271,6 +271,14 @@ class RowFamily:
         """Marginal standard deviations of the latents, in O(P^2 D)."""
         return jnp.sqrt(self.prior.rest + jnp.sum((self.prior.link @ moments.white_root) ** 2, axis=-1))
 
+    def displacement(self, new: RowMoments, old: RowMoments) -> Float[Array, "P"]:
+        """What rounds by draws remember of a move: the change of the location."""
+        return new.loc - old.loc
+
+    def displacement_sds(self, moments: RowMoments) -> Float[Array, "D"]:
+        """What that is measured by."""
+        return self.sds(moments)
+
     def moves(self, new: RowMoments, old: RowMoments) -> Float[Array, "two_D"]:
         """How far apart two Gaussians are: differences of the latents' means in the new one's sds, then of log sds."""
         sd, before = self.sds(new), self.sds(old)

@@ -467,14 +467,15 @@ class Engine(FitsParams):
         prior: Any,
         num_rules: int,
         others: Any = None,
+        roughly: bool = False,
     ) -> LocalProblem:
         """Prepare every factor's arrays from the model's arguments.
 
         ``plan``: the static plan; ``packing``: rows of each chunk; ``args``: positional arguments (arrays); ``kwargs``: keyword
         arguments; ``params``: constrained values of the model's ``numpyro.param`` sites; ``prior``: ``(natural, exact mask)``
         of the exactly held prior, or None to read it off the model; ``num_rules``: how many quadrature rules are compiled in;
-        ``others``: natural parameters of all sites of groups whose rows are not at hand, summed, or None. Returns the factors,
-        ready to be evaluated.
+        ``others``: natural parameters of all sites of groups whose rows are not at hand, summed, or None; ``roughly``: whether no
+        value of a factor will be asked for, which takes care. Returns the factors, ready to be evaluated.
         """
         part = plan.partition
         call = whole_call(self.model, part, args, kwargs, params)
@@ -482,7 +483,7 @@ class Engine(FitsParams):
         natural, exact = prior if prior is not None else self.held_prior(plan, few, packing)[:2]
         if plan.rows is not None:
             return row_problem(plan, call, natural, self.solver, packing, num_rules, runtime)
-        reader = FactorReader(plan, call, packing, self.solver, runtime, self.num_particles, num_rules)
+        reader = FactorReader(plan, call, packing, self.solver, runtime, self.num_particles, num_rules, roughly)
         program, chunks, group, offsets = reader.likelihood()
         prior_program, prior_data = reader.prior_factor()
         partition = -exact_log_constant(few, part.exact)
@@ -813,7 +814,8 @@ class Engine(FitsParams):
         held, exact, outside = self.held_prior(plan, call, packing)
         by_numbers = plan.rows is not None and mode == "auto"
         num_rules = len(RULES if by_numbers else FIXED_RULES)
-        problem = self.problem(plan, packing, args, kwargs, params, (held, exact), num_rules)
+        # Of the first sites' factors nobody asks for the value.
+        problem = self.problem(plan, packing, args, kwargs, params, (held, exact), num_rules, roughly=True)
         family, natural, base = problem.family, problem.prior_natural, None
         if problem.has_prior_factor:
             # The exactly held prior knows its location better than draws do.

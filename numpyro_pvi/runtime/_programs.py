@@ -28,6 +28,7 @@ from ..expectations import (
     joint_rules,
     product_nodes,
     read_quadratic,
+    read_well,
     sum_by_group,
 )
 from ..factors import (
@@ -54,7 +55,10 @@ _PRIOR_PAIRS = 64
 
 @dataclasses.dataclass(frozen=True)
 class FactorReader:
-    """Makes the programs of one model's factors. ``num_particles``: draws of the loss where it is Monte Carlo."""
+    """Makes the programs of one model's factors.
+
+    ``num_particles``: draws of the loss where it is Monte Carlo; ``roughly``: whether values may have lost their digits.
+    """
 
     plan: Plan
     call: ModelCall
@@ -63,6 +67,7 @@ class FactorReader:
     runtime: Runtime
     num_particles: int
     num_rules: int
+    roughly: bool = False
 
     def likelihood(self):
         """The program, what it reads chunk by chunk, each chunk's group, and each group's first chunk."""
@@ -85,25 +90,34 @@ class FactorReader:
             return program, chunks, groups, offsets
         density = partial(_chunk_log_likelihood, part, packing, lambda c: reading.call(call, c))
         reader = AffineProgram(part.terms, MultivariateNormalFamily(family.dim), 1)
-        zero = jnp.zeros((family.dim,), jnp.result_type(float))
-        origin = GaussianMoments(zero, jnp.diag(zero), jnp.zeros_like(zero[0]), jnp.array(True))
 
-        def read(chunk):
+        def read(point, chunk):
             if not part.terms:
-                return read_quadratic(partial(density, (chunk, None)), zero)
+                return read_quadratic(partial(density, (chunk, None)), point)
             arrays = reader.prepare(reading.call(call, chunk), masks(chunk))
+            here = GaussianMoments(
+                point, jnp.zeros((family.dim,) * 2, point.dtype), jnp.zeros_like(point[0]), jnp.array(True)
+            )
             # A static rule: params are differentiated through this, and loops of traced length have no reverse mode.
-            return reader.expected(arrays, origin, None, 0, None, False)
+            return reader.expected(arrays, here, None, 0, None, False)
 
         count = offsets.shape[0]
-        if part.params or isinstance(packing, GroupMasks):
-            # Params are differentiated, where a runtime's loop of traced length has no reverse mode; and masks hold all
-            # rows, of which one group at a time is enough.
-            owner = self.runtime.mine(groups, jax.tree.leaves(packing.chunks)[0].shape[0])
-            found = self.runtime.total(sum_by_group(jax.lax.map(read, packing.chunks), owner, count - 1))
-        else:
-            found = self.runtime.sum_chunks(read, packing.chunks, groups, offsets, 0)
-        return QuadraticProgram(family), found, jnp.arange(count - 1), jnp.arange(count)
+
+        def of_groups(point):
+            if part.params or isinstance(packing, GroupMasks):
+                # Params are differentiated, where a runtime's loop of traced length has no reverse mode; and masks hold all
+                # rows, of which one group at a time is enough.
+                owner = self.runtime.mine(groups, jax.tree.leaves(packing.chunks)[0].shape[0])
+                found = jax.lax.map(partial(read, point), packing.chunks)
+                return self.runtime.total(sum_by_group(found, owner, count - 1))
+            return self.runtime.sum_chunks(partial(read, point), packing.chunks, groups, offsets, 0)
+
+        return (
+            QuadraticProgram(family),
+            read_well(of_groups, family.dim, self.roughly),
+            jnp.arange(count - 1),
+            jnp.arange(count),
+        )
 
     def chunk_of_rows(self, program: AffineProgram, rows: Int[Array, "K"], mask: Bool[Array, "K"]) -> tuple:
         """What quadrature reads of any rows: see :meth:`AffineProgram.prepare`."""

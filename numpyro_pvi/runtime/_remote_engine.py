@@ -248,6 +248,7 @@ class RowlessEngine(RemoteEngine):
         prior: Any,
         num_rules: int,
         others: Any = None,
+        roughly: bool = False,
     ) -> Any:
         """The factors of clients: see :meth:`Engine.problem`."""
         refuse_remotely(plan, self)

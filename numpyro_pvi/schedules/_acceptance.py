@@ -332,6 +332,8 @@ _WINDOW, _WINDOW_SHARE = 10.0, 0.5
 # Rounds that a mean move has to rest on; its square, in units of what noise alone makes of it, above which it is a drift; and how
 # many times what is put up with it is where steps lengthen.
 _LEAST_SEEN, _DRIFTS, _CLEARLY = 6.0, 1.0, 2.0
+# Share of the largest coordinate's moves below which one's own count as standing still.
+_STILL = 1e-2
 # The coordinates among which the largest such square is put up with up to a drift; it grows with the log of their number.
 _FEW_COORDINATES = 4
 
@@ -372,6 +374,8 @@ class Averaging(NamedTuple):
         one, two = self.weights
         seen = (two > 0) & (one**2 >= _LEAST_SEEN * two)
         chance = self.square * two / jnp.where(one > 0, one, 1.0)
+        # A coordinate that hardly moves beside others goes one way without getting anywhere.
+        seen = seen & (self.square > _STILL**2 * jnp.max(self.square, initial=0.0))
         return jnp.where(seen & (chance > 0), self.mean**2 / jnp.where(chance > 0, chance, 1.0), 0.0)
 
     @property
@@ -414,7 +418,7 @@ def average_late(problem: ByDraws, state: Averaging, new: Placed, old: Placed) -
     References:
         Delyon and Juditsky, Accelerated stochastic approximation, SIAM J. Optim. 3 (1993), after Kesten (1958).
     """
-    shift = jnp.where(old.moments.valid, new.moments.loc - old.moments.loc, 0.0)
+    shift = jnp.where(old.moments.valid, problem.family.displacement(new.moments, old.moments), 0.0)
     image = problem.family.precision_product(new.q, shift)
     last = problem.family.precision_product(new.q, state.shift)
     inner = jnp.dot(state.shift, image)
@@ -425,7 +429,7 @@ def average_late(problem: ByDraws, state: Averaging, new: Placed, old: Placed) -
     # The statistics of one member move together, so that chance makes large cosines where components move in turns as well.
     dim = 1 if problem.in_turns else problem.family.dim
     on = inner * dim**0.5 > size * (1 + jnp.finfo(size.dtype).eps ** 0.5)
-    sds = problem.family.sds(new.moments)
+    sds = problem.family.displacement_sds(new.moments)
     after = state.remembering(jnp.where(sds > 0, shift / jnp.where(sds > 0, sds, 1.0), 0.0).astype(shift.dtype))
     back, on = back & (after.excess <= after.chance), (on & (size > 0)) | (after.excess > _CLEARLY * after.chance)
     late = jnp.maximum(state.late + back.astype(jnp.int32) - on.astype(jnp.int32), 0)

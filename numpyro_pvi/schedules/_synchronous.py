@@ -306,7 +306,7 @@ class Synchronous(ScheduleDefaults):
 
     The joint step starts at ``damping`` and is halved until q is normalisable and the global ELBO has not fallen beyond
     rounding (on common draws where expectations are by draws), and doubled again when a round is
-    accepted at once; it is also halved when the moves grow while the ELBO stands still. A
+    accepted at once; it is also halved when the moves grow, and turn back, while the ELBO stands still. A
     mean-field q also caps it at ``1 / lambda_max(D^-1/2 Lambda D^-1/2)``, D the diagonal of the curvature Lambda:
     parallel mean-field updates blow up at moderate correlations with every q and cavity valid. Where expectations are
     by draws, the naturals of late rounds are averaged: steps shrink as c / (c + k) with the number k of rounds in which the
@@ -506,7 +506,8 @@ class Synchronous(ScheduleDefaults):
             averaging = average_late(problem, averaging, done.evaluation, old)
         # Moves of steps of unequal length are compared by what the steps are a share of.
         asked = moved / jnp.maximum(done.step, 2.0**-MAX_HALVINGS)
-        oscillates = _oscillates(problem, asked > state.last_move, done.evaluation, old) & ~jnp.asarray(mixed)
+        grew = (asked > state.last_move) & _turns_back(report.trail, carry.report.trail)
+        oscillates = _oscillates(problem, grew, done.evaluation, old) & ~jnp.asarray(mixed)
         step = self._next_step(problem, done, oscillates)
         if problem.capped and not problem.stochastic:
             state = _probed(problem, state, done, scale)
@@ -539,7 +540,7 @@ def _all_asked(groups: Any, prior: Any) -> Bool[Array, ""]:
 
 
 def _oscillates(problem: Problem, grew: Bool[Array, ""], new: Evaluation, old: Evaluation) -> Bool[Array, ""]:
-    """Whether steps overshoot: below rounding the ELBO no longer sees it, and growing moves do.
+    """Whether steps overshoot: below rounding the ELBO no longer sees it, and growing moves that turn back do.
 
     Of draws growing moves show nothing: they grow in every other round, and steps would wither. How far
     a mixture went shows nothing either, and is not asked about.
@@ -547,6 +548,14 @@ def _oscillates(problem: Problem, grew: Bool[Array, ""], new: Evaluation, old: E
     gain, rounding = elbo_gain(new, old)
     oscillates = grew & (gain <= rounding) & (not (problem.stochastic or problem.blind))
     return oscillates & ~problem.sampled(old.rule) if problem.noisy else oscillates
+
+
+def _turns_back(new: Float[Array, "16"], old: Float[Array, "16"]) -> Bool[Array, ""]:
+    """Whether a move does not go the way of the one before; ``new``, ``old``: sketches of both.
+
+    What goes on the same way, after params that move, say, is late, and shorter steps would make it later.
+    """
+    return ~(jnp.vdot(new, old) > 0)
 
 
 def _probed(problem: Problem, state: SynchronousState, done: Any, scale: Float[Array, "D"]) -> SynchronousState:
