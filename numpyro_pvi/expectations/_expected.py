@@ -134,6 +134,12 @@ def read_well(read: Callable[[Float[Array, "D"]], Expected], dim: int, roughly: 
     return told(at, found)
 
 
+def constant_of(factor: Expected) -> Float[Array, ""]:
+    """The value at the origin, nats, of a quadratic factor that :func:`read_well` has read elsewhere."""
+    point, target = cast(Any, factor.product), factor.target
+    return factor.value - target.precision_mean @ point + 0.5 * point @ (target.precision @ point)
+
+
 @dataclasses.dataclass(frozen=True)
 class QuadraticProgram(ProgramDefaults):
     """``f(theta) = f(t) + (h - P t)^T (theta - t) - 1/2 (theta - t)^T P (theta - t)``, one (f(t), h, P) per group.

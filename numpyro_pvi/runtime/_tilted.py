@@ -26,6 +26,7 @@ from ..expectations import (
     SharedAffineProgram,
     Tilted,
     chain_settings,
+    constant_of,
     exact_tilted,
     from_chains,
     from_points,
@@ -415,9 +416,8 @@ def group_factor(problem: Factors, index: Int[Array, ""], looked: Callable | Non
     method, data = method_of(problem, False), problem.data
     if method == "exact":
         own, family = take(data.chunks, index), problem.family
-        return factor_of(
-            problem, lambda q, site, power, *_: exact_tilted(family, own.target, own.value, q, site, power)
-        )
+        fixed = family, own.target, constant_of(own)
+        return factor_of(problem, lambda q, site, power, *_: exact_tilted(*fixed, q, site, power))
 
     total = group_total(problem, index)
     if isinstance(method, MCMCMoments):
