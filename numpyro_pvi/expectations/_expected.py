@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._numerics import hessian_of, inverse_root, scaled_cholesky, value_and_grad
-from ..families import GaussianFamily, GaussianMoments, MultivariateNormalFamily
+from ..families import GaussianFamily, GaussianMoments, GaussianNatural, MultivariateNormalFamily
 
 
 @jax.tree_util.register_dataclass
@@ -98,16 +98,17 @@ def read_quadratic(density: Callable[[Float[Array, "D"]], Float[Array, ""]], poi
 _WORTH_READING = 1e-3
 
 
-def read_well(read: Callable[[Float[Array, "D"]], Expected], dim: int, roughly: bool = False) -> Expected:
+def read_well(read: Callable[[Float[Array, "D"]], Expected], prior: GaussianNatural, roughly: bool = False) -> Expected:
     """Read all groups' quadratic factors where their values are no small differences of large numbers.
 
     At the origin, a location some thousand sds away is such a difference: of an intercept of 2000 with rows of sd 1 single
-    precision has lost the units. Read at their joint maximum values are of the size of residuals. ``read``: factors at a point,
-    values and natural parameters by group; a second look is taken only where the first one is not worth a thousandth of a nat.
-    ``dim``: D; ``roughly``: whether the first look will do in any case. Returns the factors with, as product, the point where each
-    value was read.
+    precision has lost the units. Read at their joint maximum beside the prior, values are of the size of residuals. ``read``:
+    factors at a point, values and natural parameters by group; a second look is taken only where the first one is not worth a
+    thousandth of a nat; ``prior``: what is held exactly of it; ``roughly``: whether the first look will do in any case. Returns
+    the factors with, as product, the point where each value was read.
     """
-    zero = jnp.zeros((dim,), jnp.result_type(float))
+    zero = jnp.zeros_like(prior.precision_mean)
+    dim, held = zero.shape[0], prior.precision if prior.precision.ndim == 2 else jnp.diag(prior.precision)
 
     def told(point: Array, found: Expected) -> Expected:
         return dataclasses.replace(found, product=jnp.broadcast_to(point, (*found.value.shape, dim)))
@@ -120,13 +121,15 @@ def read_well(read: Callable[[Float[Array, "D"]], Expected], dim: int, roughly: 
         found = jax.lax.cond(needed, lambda: read(point), lambda: found)
         at = jnp.where(needed, point, at)
         vector, precision = (jnp.sum(x, axis=0) for x in (found.target.precision_mean, found.target.precision))
-        # Along directions that no factor determines any point will do.
-        damped = precision + 1e-6 * jnp.diag(jnp.maximum(jnp.diagonal(precision), jnp.finfo(zero.dtype).tiny ** 0.5))
-        inverse = inverse_root(scaled_cholesky(damped)[0])
+        vector, precision = vector + prior.precision_mean, precision + held
+        # Near the maximum will do, and along directions that nothing determines any point.
+        damped = precision + 1e-5 * jnp.diag(jnp.maximum(jnp.diagonal(precision), jnp.finfo(zero.dtype).tiny ** 0.5))
+        factor, good = scaled_cholesky(damped)
+        inverse = inverse_root(factor)
         best = jax.lax.stop_gradient(inverse @ (vector @ inverse))
         parts = found.value, found.target.precision_mean @ best, 0.5 * (found.target.precision @ best) @ best
         rounding = jnp.finfo(zero.dtype).eps * jnp.max(sum(jnp.abs(x) for x in parts))
-        good = jnp.all(jnp.isfinite(best)) & jnp.isfinite(rounding)
+        good = good & jnp.all(jnp.isfinite(best)) & jnp.isfinite(rounding)
         return (at, jnp.where(good, best, 0.0), found, good & (rounding > _WORTH_READING)), None
 
     empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(read, zero))

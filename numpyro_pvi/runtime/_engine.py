@@ -483,7 +483,9 @@ class Engine(FitsParams):
         natural, exact = prior if prior is not None else self.held_prior(plan, few, packing)[:2]
         if plan.rows is not None:
             return row_problem(plan, call, natural, self.solver, packing, num_rules, runtime)
-        reader = FactorReader(plan, call, packing, self.solver, runtime, self.num_particles, num_rules, roughly)
+        reader = FactorReader(
+            plan, call, packing, self.solver, runtime, self.num_particles, num_rules, natural, roughly
+        )
         program, chunks, group, offsets = reader.likelihood()
         prior_program, prior_data = reader.prior_factor()
         partition = -exact_log_constant(few, part.exact)

@@ -57,7 +57,8 @@ _PRIOR_PAIRS = 64
 class FactorReader:
     """Makes the programs of one model's factors.
 
-    ``num_particles``: draws of the loss where it is Monte Carlo; ``roughly``: whether values may have lost their digits.
+    ``num_particles``: draws of the loss where it is Monte Carlo; ``held``: the exactly held prior, which places a second look at
+    quadratic factors; ``roughly``: whether values may have lost their digits.
     """
 
     plan: Plan
@@ -67,6 +68,7 @@ class FactorReader:
     runtime: Runtime
     num_particles: int
     num_rules: int
+    held: Any
     roughly: bool = False
 
     def likelihood(self):
@@ -114,7 +116,7 @@ class FactorReader:
 
         return (
             QuadraticProgram(family),
-            read_well(of_groups, family.dim, self.roughly),
+            read_well(of_groups, self.held, self.roughly),
             jnp.arange(count - 1),
             jnp.arange(count),
         )

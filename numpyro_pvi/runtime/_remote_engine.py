@@ -260,7 +260,7 @@ class RowlessEngine(RemoteEngine):
             )
         call = whole_call(self.model, part, args, kwargs, params)
         natural, exact = self.exact_prior(plan, call)[:2] if prior is None else prior
-        reader = FactorReader(plan, call, packing, self.solver, self.runtime, self.num_particles, num_rules)
+        reader = FactorReader(plan, call, packing, self.solver, self.runtime, self.num_particles, num_rules, natural)
         given = natural, exact, -exact_log_constant(call, part.exact), reader.prior_factor()
         fresh = self.fresh or not self.schedule.at_their_pace
         holders: Any = self.runtime.elsewhere
