@@ -158,7 +158,7 @@ class _FamilyVerbs(Protocol):
             A lower root of the metric in minimal coordinates; of more than 64 the sds of the mean statistics. 0 where the metric
             vanishes (a latent that has come to one value).
         """
-        if jax.eval_shape(self.to_minimal, natural).shape[-1] <= _FACTORISED:
+        if jax.eval_shape(self.to_minimal, natural).shape[-1] <= FACTORISED:
             return _metric_root(fisher_matrix(self, natural))
         return jax.tree.map(jnp.sqrt, self.fisher_diagonal(natural))
 
@@ -177,7 +177,7 @@ class _FamilyVerbs(Protocol):
             coordinates the change of the mean statistics in their sds, to first order. Along directions in which the metric
             vanishes there are no moves.
         """
-        if jax.eval_shape(self.to_minimal, natural).shape[-1] <= _FACTORISED:
+        if jax.eval_shape(self.to_minimal, natural).shape[-1] <= FACTORISED:
             return self.from_minimal(self.to_minimal(change) @ root)
         images = self.fisher_product(natural, change)
         like = jax.tree.unflatten(jax.tree.structure(change), jax.tree.leaves(images))
@@ -636,7 +636,7 @@ def fisher_matrix(family: Any, natural: Any) -> Float[Array, "P P"]:
 
 
 # Minimal coordinates of a member up to which its metric is factorised for the length of moves.
-_FACTORISED = 64
+FACTORISED = 64
 # Units in the last place that a metric's diagonal is raised by, relative to itself, so that it has a root.
 _RAISED = 16
 

@@ -324,6 +324,13 @@ class _GammaLaws(ScalarDefaults):
         """KL(q || p) in nats, without cancellation where concentrations are large or the two are close."""
         return _divergence(*self._read(natural), *self._read(other))
 
+    def metric_root(self, natural: Any) -> Float[Array, "2 2"]:
+        """In closed form: of large shapes the metric itself no longer tells how far it is from singular, which the root does."""
+        a, b = self._read(natural)
+        excess = trigamma_excess(a)
+        first = jnp.sqrt((1 + excess) / a)
+        return jnp.stack([jnp.stack([first, 0 * first]), jnp.stack([-1.0 + 0 * b, jnp.sqrt(excess)]) / (b * first)])
+
     def fisher_product(self, natural: Any, tangent: Any) -> Any:
         """``d_mu`` of ``d_eta`` in closed form; see :class:`Family`."""
         return self._mean(*_product(*self._read(natural), tangent.log, tangent.rate))

@@ -375,15 +375,11 @@ class ScalarNormalFamily(ScalarDefaults):
         loc, other_loc = natural.precision_mean / natural.precision, other.precision_mean / other.precision
         return _normal_kl(natural.precision, loc, other.precision, other_loc)
 
-    def metric_root(self, natural: ScalarNormalNatural) -> tuple[()]:
-        """Nothing."""
-        return ()
-
-    def whitened(self, natural: ScalarNormalNatural, root: Any, change: ScalarNormalNatural) -> ScalarNormalNatural:
-        """``(s (dh - m dlambda), sqrt(1/2) v dlambda)``."""
+    def metric_root(self, natural: ScalarNormalNatural) -> Float[Array, "2 2"]:
+        """In closed form: ``x = (s (dh - m dlambda), sqrt(1/2) v dlambda)``."""
         loc, variance = natural.precision_mean / natural.precision, 1 / natural.precision
-        pulled = jnp.sqrt(variance) * (change.precision_mean - loc * change.precision)
-        return ScalarNormalNatural(pulled, math.sqrt(0.5) * variance * change.precision)
+        sd = jnp.sqrt(variance)
+        return jnp.stack([jnp.stack([sd, 0 * sd]), jnp.stack([-sd * loc, math.sqrt(0.5) * variance])])
 
     def fisher_solve(self, natural: ScalarNormalNatural, tangent: ScalarNormalMean) -> ScalarNormalNatural:
         """``d_eta`` of ``d_mu`` in closed form; see :class:`Family`."""
@@ -451,15 +447,9 @@ class LogNormalFamily(ScalarDefaults):
         loc, scale = read_parameters(distribution, "loc", "scale")
         return LogNormalNatural(loc / scale**2 - 1, 1 / scale**2)
 
-    def metric_root(self, natural: LogNormalNatural) -> tuple[()]:
-        """Nothing."""
-        return ()
-
-    def whitened(self, natural: LogNormalNatural, root: Any, change: LogNormalNatural) -> LogNormalNatural:
+    def metric_root(self, natural: LogNormalNatural) -> Float[Array, "2 2"]:
         """That of the normal in log x."""
-        tangent = ScalarNormalNatural(change.log, change.precision)
-        found = ScalarNormalFamily().whitened(self._normal(natural), root, tangent)
-        return LogNormalNatural(found.precision_mean, found.precision)
+        return ScalarNormalFamily().metric_root(self._normal(natural))
 
     def in_domain(self, natural: LogNormalNatural) -> Bool[Array, "*batch"]:
         """Whether both are finite and the precision is positive."""

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Collection, Mapping
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -15,9 +15,10 @@ import numpyro.distributions as dist
 from jax.scipy.linalg import block_diag, solve_triangular
 from jaxtyping import Array, Bool, Float
 
-from .._numerics import scaled_cholesky, symmetrise
+from .._numerics import symmetrise
 from ..errors import GuideError, PVIError
 from ._base import (
+    FACTORISED,
     Family,
     FamilyDefaults,
     FamilyMoments,
@@ -27,7 +28,7 @@ from ._base import (
     natural_parameters,
     registered_families,
 )
-from ._gaussian import MultivariateNormalFamily, NormalFamily, ScalarNormalFamily
+from ._gaussian import GaussianDefaults, MultivariateNormalFamily, NormalFamily, ScalarNormalFamily
 
 # ---------------------------------------------------------------------------------------------- independent repetitions
 # Independent repetitions of a family.
@@ -520,9 +521,6 @@ class BlockNormalFamily(FamilyDefaults):
 # Coordinates of natural parameters in which the Fisher metric at one q is the identity: optimisers of q take their
 # steps there.
 
-# Coordinates of a member up to which its whole metric is factorised; beyond, its diagonal stands for it.
-_WHOLE = 64
-
 
 @dataclasses.dataclass(frozen=True)
 class Whitening:
@@ -606,12 +604,16 @@ def whitening(family: Any, natural: Any) -> Any:
     roots = {}
     for name, part in family.components:
         own, at = member_family(part, natural.parts[name])
-        point = own.to_minimal(at)
-        if point.shape[-1] > _WHOLE:
-            spread = jnp.abs(own.to_minimal(own.fisher_diagonal(at)))
-            roots[name] = jnp.sqrt(jnp.maximum(spread, jnp.finfo(point.dtype).tiny))
+        # Of a Gaussian vector moves have a closed form, which is no triangular root.
+        root_of = partial(FamilyDefaults.metric_root, own) if isinstance(own, GaussianDefaults) else own.metric_root
+        root, size = _over_members(root_of, own, at)(at), own.to_minimal(at).shape[-1]
+        if size > FACTORISED:
+            spread = own.to_minimal(root)
+            roots[name] = jnp.where(spread > 0, spread, 1.0)
             continue
-        roots[name] = scaled_cholesky(member_metrics(part, natural.parts[name]))[0]
+        # Along directions that the metric says nothing of, any coordinate will do.
+        diagonal = jnp.diagonal(root, axis1=-2, axis2=-1)
+        roots[name] = root + jnp.eye(size, dtype=root.dtype) * jnp.where(diagonal > 0, 0.0, 1.0)[..., None]
     return Whitening(family, roots)
 
 

@@ -112,6 +112,10 @@ class _Whitened:
         return -jnp.sum(jnp.log(jnp.diagonal(root))) + 0.5 * (jnp.sum(spread**2) + jnp.sum(distance**2))
 
 
+# Squared sds up to which a gap is told to first order.
+_NEAR = 1.0
+
+
 @dataclasses.dataclass(frozen=True)
 class _MetricCoordinates:
     """Coordinates of local q's in a product of families in which the visit's first q is 0, with the identity for its metric.
@@ -124,6 +128,8 @@ class _MetricCoordinates:
     q: ProductNatural
     # The coordinates, at q.
     metric: Whitening
+    # Whether an optimiser compares values along the gradient, which has to be theirs.
+    searched: bool
 
     @property
     def size(self) -> int:
@@ -156,6 +162,11 @@ class _MetricCoordinates:
         now, gap = select(valid, now, self.q), select(valid, gap, jax.tree.map(jnp.zeros_like, gap))
         mean, other = family.natural_to_mean(now), family.natural_to_mean(now + gap)
         value = family.log_partition(now) - family.log_partition(self.q) - family.inner(change, other)
+        if value.dtype != jnp.float64 and not self.searched:
+            # Of narrow members means are large numbers whose difference has lost the width. To first order it is the gap itself in
+            # the first q's coordinates; from farther than a sd, the gap in the metric half way.
+            near, half = self.metric.coordinates(gap), family.fisher_product(now + gap * 0.5, gap)
+            return value, -jnp.where(jnp.sum(near**2) < _NEAR, near, self.metric.slope(half)), valid
         return value, self.metric.slope(jax.tree.map(jnp.subtract, mean, other)), valid
 
 
@@ -261,7 +272,9 @@ class AlphaDivergence(MatchesMoments):
         local: Any = (
             _Whitened(family, q, family.moments(q))
             if family.located
-            else _MetricCoordinates(family, q, whitening(family, q))
+            else _MetricCoordinates(
+                family, q, whitening(family, q), as_optimiser(self.optim, "AlphaDivergence").searches
+            )
         )
         walk = self._walk(factor, local, q, site, key)
         found = walk.found._replace(change=local.change(walk.average))

@@ -294,7 +294,7 @@ def test_random_groups_and_random_rows_lead_to_the_posterior():
     assert mean < 0.3
     assert variance < 0.27
     # Steps have become short: nothing else would average the noise.
-    assert int(state.schedule_state.schedule.averaging.late) > 40
+    assert int(state.schedule_state.schedule.averaging.late) > 25
 
 
 def test_groups_that_take_no_part_keep_their_sites_and_count_as_unheard():
