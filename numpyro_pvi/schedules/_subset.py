@@ -51,8 +51,8 @@ class StochasticSubset(ScheduleDefaults):
 
     ``tol`` waits for every group: one that took no part counts with its last move.
 
-    Under ``AutoExponentialFamily`` and natural gradients the joint step alone is halved, one number is the damping of all, and
-    under :class:`numpyro_pvi.solvers.StochasticNaturalGradient` "auto" is what is said there.
+    Under ``AutoExponentialFamily`` and natural gradients the prior factor moves whole, the joint step alone is halved, one number
+    is the damping of all, and under :class:`numpyro_pvi.solvers.StochasticNaturalGradient` "auto" is what is said there.
 
     Args:
         k: how many groups take part in a round, chosen at random: an int, or a share of all groups in (0, 1); None is all
@@ -311,7 +311,8 @@ def _free_energy_has_not_fallen(
     (after, _), (before, _) = new, old
     known = jnp.isfinite(before.groups.value) & taking_part
     stays_finite = jnp.all(jnp.isfinite(after.groups.value) | ~known)
-    found, size = zip(*(_free_energy(problem, *each, known, old[1].prior) for each in (new, old)), strict=True)
+    prior = old[1].prior, _fraction(taking_part, before.elbo.dtype)
+    found, size = zip(*(_free_energy(problem, *each, known, *prior) for each in (new, old)), strict=True)
     slack = 8 * jnp.finfo(size[0].dtype).eps * (size[0] + size[1])
     if problem.stochastic:
         # What a jitter of one posterior sd in every coordinate would cost.
@@ -328,16 +329,18 @@ def _fraction(taking_part: Bool[Array, "M"], dtype: Any) -> Float[Array, ""]:
     return jnp.mean(taking_part, dtype=dtype)
 
 
-def _free_energy(problem: Problem, evaluation: Evaluation, sites: SiteStack, known: Bool[Array, "M"], prior: Any):
-    """``sum_S {E_q[f_m] - <eta_m, mu_q>} + A(eta_q)`` and the size of its parts, nats; that share of the prior factor is in S.
+def _free_energy(
+    problem: Problem, evaluation: Evaluation, sites: SiteStack, known: Bool[Array, "M"], prior: Any, fraction: Any
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """``sum_S {E_q[f_m] - <eta_m, mu_q>} + A(eta_q)`` and the size of its parts, nats.
 
-    ``prior``: its site before the round, of which the rest stays.
+    ``prior``: the prior factor's site before the round; ``fraction``: the share of that factor that is in S; the rest stays.
     """
     moments = evaluation.moments
     pairings = problem.family.expect_quadratic(sites.groups, moments)
     parts = [jnp.where(known, evaluation.groups.value, 0.0), -jnp.where(known, pairings, 0.0)]
     if evaluation.prior is not None and sites.prior is not None:
-        finite, fraction = jnp.isfinite(evaluation.prior.value), _fraction(known, pairings.dtype)
+        finite = jnp.isfinite(evaluation.prior.value)
         parts.append(fraction * jnp.where(finite, evaluation.prior.value, 0.0)[None])
         own = jax.tree.map(lambda new, old: new - (1 - fraction) * old, sites.prior, prior)
         parts.append(-problem.family.expect_quadratic(own, moments)[None])

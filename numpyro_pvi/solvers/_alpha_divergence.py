@@ -153,7 +153,8 @@ class _MetricCoordinates:
     ) -> tuple[Float[Array, ""], Float[Array, "P"], Bool[Array, ""]]:
         """``KL(other || local q)`` in nats up to a constant, its gradient, and whether both are normalisable.
 
-        ``gap``: natural parameters of the other less those of the local q.
+        In single precision, where no line search compares values, the gradient is to first order in the gap, and has its zeros
+        where that vanishes. ``gap``: natural parameters of the other less those of the local q.
         """
         family, change = self.family, self.change(point)
         now = self.q + change

@@ -194,7 +194,7 @@ def test_some_groups_free_energy_is_the_elbo_where_they_are_all():
         factors = engine._as_seen(engine.factors(engine.problem(state, (jnp.asarray(COUNTS),), {})), sites)
         own = engine._bare(state).sites
         evaluation = factors.evaluate(own, state.rule, engine.noise(state.rng_key))
-        return jnp.array([evaluation.elbo, _subset._free_energy(factors, evaluation, own, everyone, own.prior)[0]])
+        return jnp.array([evaluation.elbo, _subset._free_energy(factors, evaluation, own, everyone, own.prior, 1.0)[0]])
 
     elbo, free = both(states[4].sites) - both(states[0].sites)
     assert elbo > 0.1

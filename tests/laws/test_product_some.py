@@ -292,7 +292,8 @@ def test_random_groups_and_random_rows_lead_to_the_posterior():
         found.append([(float(q.mean) - a / b) / (a**0.5 / b), np.log(float(q.variance) * b**2 / a)])
     mean, variance = np.sqrt(np.mean(np.square(found), axis=0))
     assert mean < 0.3
-    assert variance < 0.27
+    # Its own was 0.013 in float32 and 0.011 in float64: four times that, chance exceeds less than once in 1e15.
+    assert variance < 0.05
     # Steps have become short: nothing else would average the noise.
     assert int(state.schedule_state.schedule.averaging.late) > 25
 
