@@ -24,7 +24,7 @@ from ._affinity import (
     with_rule,
 )
 from ._chains import Chains, from_chains, no_chains
-from ._expected import Expected, QuadraticProgram, add_expected, constant_of, read_quadratic, read_well, sum_by_group
+from ._expected import Expected, QuadraticProgram, add_expected, read_quadratic, read_well, sum_by_group
 from ._integrated_latents import IntegratedProgram, MaskedIntegratedProgram, owners
 from ._local_latents import LocalChunk, LocalLatentProgram, LocalNoise, MaskedLocalProgram, own_normals
 from ._local_reparameterisation import at_rows_draws

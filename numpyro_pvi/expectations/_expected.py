@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -94,24 +94,45 @@ def read_quadratic(density: Callable[[Float[Array, "D"]], Float[Array, ""]], poi
     return Expected(value, target, jnp.zeros_like(point), nothing, nothing, nothing)
 
 
+class QuadraticFactor(NamedTuple):
+    """``f(theta) = f(t) + (h - P t)^T (theta - t) - 1/2 (theta - t)^T P (theta - t)`` in nats, or one of every group."""
+
+    # f(t), and (h, P) as the natural parameters of a full-covariance Gaussian.
+    value: Float[Array, "*M"]
+    target: GaussianNatural
+    # t, where it was read.
+    point: Float[Array, "*M D"]
+
+    @property
+    def slope(self) -> Float[Array, "D"]:
+        """``h - P t``, the gradient where one factor was read."""
+        return self.target.precision_mean - self.target.precision @ self.point
+
+    @property
+    def constant(self) -> Float[Array, ""]:
+        """One factor's value at the origin, nats."""
+        return self.value - 0.5 * (self.target.precision_mean + self.slope) @ self.point
+
+
 # Nats of rounding in a factor's value from which it is worth another look at the rows.
 _WORTH_READING = 1e-3
 
 
-def read_well(read: Callable[[Float[Array, "D"]], Expected], prior: GaussianNatural, roughly: bool = False) -> Expected:
+def read_well(
+    read: Callable[[Float[Array, "D"]], Expected], prior: GaussianNatural, roughly: bool = False
+) -> QuadraticFactor:
     """Read all groups' quadratic factors where their values are no small differences of large numbers.
 
     At the origin, a location some thousand sds away is such a difference: of an intercept of 2000 with rows of sd 1 single
     precision has lost the units. Read at their joint maximum beside the prior, values are of the size of residuals. ``read``:
     factors at a point, values and natural parameters by group; a second look is taken only where the first one is not worth a
-    thousandth of a nat; ``prior``: what is held exactly of it; ``roughly``: whether the first look will do in any case. Returns
-    the factors with, as product, the point where each value was read.
+    thousandth of a nat; ``prior``: what is held exactly of it; ``roughly``: whether the first look will do in any case.
     """
     zero = jnp.zeros_like(prior.precision_mean)
     dim, held = zero.shape[0], prior.precision if prior.precision.ndim == 2 else jnp.diag(prior.precision)
 
-    def told(point: Array, found: Expected) -> Expected:
-        return dataclasses.replace(found, product=jnp.broadcast_to(point, (*found.value.shape, dim)))
+    def told(point: Array, found: Expected) -> QuadraticFactor:
+        return QuadraticFactor(found.value, found.target, jnp.broadcast_to(point, (*found.value.shape, dim)))
 
     if roughly or zero.dtype == jnp.float64:
         return told(zero, read(zero))
@@ -137,15 +158,9 @@ def read_well(read: Callable[[Float[Array, "D"]], Expected], prior: GaussianNatu
     return told(at, found)
 
 
-def constant_of(factor: Expected) -> Float[Array, ""]:
-    """The value at the origin, nats, of a quadratic factor that :func:`read_well` has read elsewhere."""
-    point, target = cast(Any, factor.product), factor.target
-    return factor.value - target.precision_mean @ point + 0.5 * point @ (target.precision @ point)
-
-
 @dataclasses.dataclass(frozen=True)
 class QuadraticProgram(ProgramDefaults):
-    """``f(theta) = f(t) + (h - P t)^T (theta - t) - 1/2 (theta - t)^T P (theta - t)``, one (f(t), h, P) per group.
+    """Factors that are quadratic in theta, one :class:`QuadraticFactor` per group.
 
     ``family``: the Gaussian family of q.
     """
@@ -158,23 +173,19 @@ class QuadraticProgram(ProgramDefaults):
         return 0
 
     def expected(
-        self, factor: Expected, moments: GaussianMoments, probe: Any, level: Any, noise: Any, clip: Any
+        self, factor: QuadraticFactor, moments: GaussianMoments, probe: Any, level: Any, noise: Any, clip: Any
     ) -> Expected:
         """Closed-form expectations of one group's factor.
 
-        ``factor``: see :func:`read_well`: the value where it was read, natural parameters (h, P) as the full-covariance target,
-        and that point t as product; ``moments``: q;
-        ``probe``: Float[D] vector for the curvature product, or None; ``level``: unused; ``noise``: unused; ``clip``: unused; a
-        quadratic factor is what it is. Returns the group's expectations; for a full-covariance q the target is (h, P) itself,
-        to the last bit.
+        ``moments``: q; ``probe``: Float[D] vector for the curvature product, or None; ``level``, ``noise``, ``clip``: unused: a
+        quadratic factor is what it is. Returns the group's expectations; for a full-covariance q the target is (h, P) itself, to
+        the last bit.
         """
         full = MultivariateNormalFamily(self.family.dim)
         vector, precision = factor.target.precision_mean, factor.target.precision
-        loc, point = moments.loc, cast(Any, factor.product)
-        scale = moments.scale if self.family.full else jnp.diag(moments.scale)
-        around = full.natural(vector - precision @ point, precision)
-        dense = moments._replace(loc=loc - point, scale=scale)
-        value = factor.value + full.expect_quadratic(around, dense)
+        loc, scale = moments.loc, moments.scale if self.family.full else jnp.diag(moments.scale)
+        around = moments._replace(loc=loc - factor.point, scale=scale)
+        value = factor.value + full.expect_quadratic(full.natural(factor.slope, precision), around)
         product = jnp.zeros_like(loc) if probe is None else precision @ probe
         if self.family.full:
             target = factor.target

@@ -451,9 +451,8 @@ def _(program: SharedAffineProgram, chunk: Any, point: Float[Array, "D"]) -> Flo
 
 @log_density_at.register
 def _(program: QuadraticProgram, chunk: Any, point: Float[Array, "D"]) -> Float[Array, ""]:
-    target, away = chunk.target, point - chunk.product
-    slope = target.precision_mean - target.precision @ chunk.product
-    return chunk.value + away @ slope - 0.5 * away @ (target.precision @ away)
+    away = point - chunk.point
+    return chunk.value + away @ chunk.slope - 0.5 * away @ (chunk.target.precision @ away)
 
 
 @log_density_at.register(IntegratedProgram)

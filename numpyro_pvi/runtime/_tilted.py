@@ -26,7 +26,6 @@ from ..expectations import (
     SharedAffineProgram,
     Tilted,
     chain_settings,
-    constant_of,
     exact_tilted,
     from_chains,
     from_points,
@@ -416,7 +415,7 @@ def group_factor(problem: Factors, index: Int[Array, ""], looked: Callable | Non
     method, data = method_of(problem, False), problem.data
     if method == "exact":
         own, family = take(data.chunks, index), problem.family
-        fixed = family, own.target, constant_of(own)
+        fixed = family, own.target, own.constant
         return factor_of(problem, lambda q, site, power, *_: exact_tilted(*fixed, q, site, power))
 
     total = group_total(problem, index)
