@@ -46,13 +46,21 @@ _BRIEF = {"xla_cpu_use_fusion_emitters": False, "xla_disable_hlo_passes": "while
 _CHEAP = {"xla_backend_optimization_level": 0, **_BRIEF}
 _MIDDLE = {"xla_backend_optimization_level": 1, **_BRIEF}
 _OPTIONS: dict[str, dict[str, Any]] = {"cheap": _CHEAP, "middle": _MIDDLE, "full": _RIGHT, "plain": {}}
-# Numbers that a call of a program makes up to which the cheapest level costs less than it saves: in programs that run once or a
-# few times a fit, and in rounds, of which there may be thousands (measured: an update of 300 rows of 4 columns takes 4.8 ms at the
-# cheapest level and 2.5 at the next, for 2 s of compiling).
-_LARGEST_ONCE, _LARGEST_ROUND = 1 << 24, 1 << 12
-# And from which on rounds are compiled with all that XLA has: three seconds more, for a fifth of rounds that take half a second
-# (10,000 images under a network of 160,000 weights; rounds of 200,000 rows of 54 columns are ten times below it).
-_LARGEST_MIDDLE = 1 << 30
+# Numbers that a call makes up to which the cheapest level costs less than it saves, of programs that run once or a few times a fit.
+_LARGEST_ONCE = 1 << 24
+
+
+class Bounds(NamedTuple):
+    """Numbers that a round makes up to which rounds are compiled at a level; beyond both at the fullest."""
+
+    cheap: int
+    middle: int
+
+
+# Of rounds there may be thousands: an update of 300 rows of 4 columns takes 4.8 ms at the cheapest level and 2.5 at the next, for
+# 2 s of compiling. All that XLA has takes three seconds more, for a fifth of rounds that take half a second (10,000 images under a
+# network of 160,000 weights; rounds of 200,000 rows of 54 columns are ten times below it).
+ROUNDS = Bounds(1 << 12, 1 << 30)
 # Arrays of readings are passed over about once; a look at a model evaluates it at some 64 points.
 _LARGEST_READING, _POINTS = 1 << 20, 64
 # What a loop is taken for whose number of passes is not known before it runs.
@@ -78,16 +86,18 @@ def _options(level: str) -> dict[str, Any]:
     return {name: value for name, value in _OPTIONS[level].items() if name not in _unknown}
 
 
-def level_of(work: int, often: bool = False) -> str:
+def level_of(work: int, often: Bounds | None = None) -> str:
     """How well a program is to be compiled.
 
-    ``work``: numbers that one call (of a program that runs often: one round) makes; ``often``: whether it runs many times in a
-    fit. Returns "cheap" where compiling outweighs running, else "middle"; "full" for many rounds of what takes a good part of a
-    second.
+    ``work``: numbers that one call (of a program that runs often: one round) makes; ``often``: of a program that runs many times
+    in a fit, where its levels end. Returns "cheap" where compiling outweighs running, else "middle"; "full" for many rounds of
+    what takes a good part of a second.
     """
-    if often and work > _LARGEST_MIDDLE:
-        return "full"
-    return "cheap" if work <= (_LARGEST_ROUND if often else _LARGEST_ONCE) else "middle"
+    if often is None:
+        return "cheap" if work <= _LARGEST_ONCE else "middle"
+    if work <= often.cheap:
+        return "cheap"
+    return "middle" if work <= often.middle else "full"
 
 
 def level_of_looks(*arrays: Any) -> str:

@@ -360,8 +360,9 @@ def _structure(
 
     def predictors(names: tuple[str, ...]) -> Any:
         own = [_probed(continuous, start, jax.random.fold_in(key, 300 + i)) for i in range(NUM_DIRECTIONS + 1)]
-        points = jnp.stack(
-            [jnp.concatenate([x[n].reshape(-1) for n, _ in family.components if n in names]) for x in own]
+        seen = jax.device_get(own)
+        points = np.stack(
+            [np.concatenate([x[n].reshape(-1) for n, _ in family.components if n in names]) for x in seen]
         )
         others = [plan.latent_values(x | y) for x, y in zip(own, some_values(family, 2), strict=False)]
         return predictor_terms(

@@ -203,8 +203,7 @@ def level_for(programs: Programs, engine: Any, plan: Plan, dynamic: list, static
     shapes = tuple((x.shape, x.dtype) for x in dynamic)
     key = part.likelihood, part.table.num_groups, plan.family, static, shapes
     work = programs.once(key, count)
-    level = level_of(work, often=True) if often else level_of(_START_LOOKS * work)
-    return engine.well if level == "middle" else level
+    return level_of(work, engine.levels) if often else level_of(_START_LOOKS * work)
 
 
 def evidence_of(engine: Any, state: PVIState, arguments: tuple, loss: Callable, with_error: bool) -> Any:

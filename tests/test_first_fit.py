@@ -21,7 +21,7 @@ from numpyro.infer.autoguide import AutoMultivariateNormal
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition
 from numpyro_pvi import _compiling as compiling
 from numpyro_pvi._closures import ModelPrograms
-from numpyro_pvi._compiling import Program, Programs, level_of, look, look_again, work_of
+from numpyro_pvi._compiling import ROUNDS, Program, Programs, level_of, look, look_again, work_of
 from numpyro_pvi.factors import _probe, model_work
 
 KEY = jax.random.key(0)
@@ -283,9 +283,9 @@ def test_whoever_asks_jax_for_the_least_optimising_gets_it(least, level):
 
 
 def test_levels_follow_sizes():
-    assert [level_of(1000, often) for often in (True, False)] == ["cheap", "cheap"]
-    assert [level_of(10**6, often) for often in (True, False)] == ["middle", "cheap"]
-    assert [level_of(10**12, often) for often in (True, False)] == ["full", "middle"]
+    assert [level_of(1000, often) for often in (ROUNDS, None)] == ["cheap", "cheap"]
+    assert [level_of(10**6, often) for often in (ROUNDS, None)] == ["middle", "cheap"]
+    assert [level_of(10**12, often) for often in (ROUNDS, None)] == ["full", "middle"]
     x = np.ones((10, 4))
     assert work_of(jax.make_jaxpr(lambda x: x @ x.T)(x).jaxpr) >= 400
     once, often = (jax.make_jaxpr(lambda x, n=n: jax.lax.fori_loop(0, n, lambda _, x: x + 1, x))(x) for n in (1, 50))

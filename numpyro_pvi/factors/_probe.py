@@ -587,7 +587,7 @@ def predictor_terms(factor: SeenFactor) -> tuple[TermSpec, ...] | None:
             facts[name] = own if asked else dataclasses.replace(own, latent=False)
         return {name: leaves_by_path(site["fn"]) for name, site in trace.items()}
 
-    points = jnp.asarray(factor.points)
+    points = np.asarray(factor.points)
     given = points[0], factor.others[0], factor.params
     closed, shapes = jax.make_jaxpr(read, return_shape=True)(*given)
     labels = [marked(LATENTS), *(unmarked(_OTHERS) for _ in jax.tree.leaves(given[1:]))]
@@ -595,7 +595,7 @@ def predictor_terms(factor: SeenFactor) -> tuple[TermSpec, ...] | None:
     moving = [name for name in forms if facts[name].latent or any(LATENTS in f.labels for f in forms[name].values())]
     if not moving or not all(_whole(facts[name], forms[name]) for name in moving):
         return None
-    along = ray_points(points[0], points[1:] - points[0], closed.jaxpr)
+    along = look(lambda points: ray_points(points[0], points[1:] - points[0], closed.jaxpr), points)
     seen, first = _along_rays(factor, read, facts, moving, along)
     found, rays = [], rays_of(len(factor.others))
     for name in moving:

@@ -71,7 +71,7 @@ from ._product import (
     base_family,
     family_for,
     member_family,
-    member_metrics,
+    member_roots,
     repeated,
     whitening,
 )
@@ -97,7 +97,7 @@ __all__ = [
     "FamilyMoments",
     "MetricDefaults",
     "fisher_matrix",
-    "member_metrics",
+    "member_roots",
     "minimal_mean",
     "Moments",
     "BernoulliFamily",

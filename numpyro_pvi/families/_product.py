@@ -15,7 +15,7 @@ import numpyro.distributions as dist
 from jax.scipy.linalg import block_diag, solve_triangular
 from jaxtyping import Array, Bool, Float
 
-from .._numerics import symmetrise
+from .._numerics import scaled_cholesky, symmetrise
 from ..errors import GuideError, PVIError
 from ._base import (
     FACTORISED,
@@ -604,16 +604,11 @@ def whitening(family: Any, natural: Any) -> Any:
     roots = {}
     for name, part in family.components:
         own, at = member_family(part, natural.parts[name])
-        # Of a Gaussian vector moves have a closed form, which is no triangular root.
-        root_of = partial(FamilyDefaults.metric_root, own) if isinstance(own, GaussianDefaults) else own.metric_root
-        root, size = _over_members(root_of, own, at)(at), own.to_minimal(at).shape[-1]
-        if size > FACTORISED:
-            spread = own.to_minimal(root)
-            roots[name] = jnp.where(spread > 0, spread, 1.0)
+        if own.to_minimal(at).shape[-1] <= FACTORISED:
+            roots[name] = member_roots(part, natural.parts[name])
             continue
-        # Along directions that the metric says nothing of, any coordinate will do.
-        diagonal = jnp.diagonal(root, axis1=-2, axis2=-1)
-        roots[name] = root + jnp.eye(size, dtype=root.dtype) * jnp.where(diagonal > 0, 0.0, 1.0)[..., None]
+        spread = own.to_minimal(_over_members(partial(FamilyDefaults.metric_root, own), own, at)(at))
+        roots[name] = jnp.where(spread > 0, spread, 1.0)
     return Whitening(family, roots)
 
 
@@ -633,7 +628,24 @@ def _whitened(family: Any, natural: Any, root: Any, change: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(change), jax.tree.leaves(for_all(at, root, step)))
 
 
-def member_metrics(family: Any, natural: Any) -> Float[Array, "*members P P"]:
+def member_roots(family: Any, natural: Any) -> Float[Array, "*members P P"]:
+    """A lower root of the Fisher metric of every member of a component, in minimal coordinates; closed where its family has that.
+
+    ``family``: of the component; ``natural``: its natural parameters. Returns triangular matrices, none of them singular: along
+    directions that the metric says nothing of, any coordinate will do.
+    """
+    own, at = member_family(family, natural)
+    size = own.to_minimal(at).shape[-1]
+    if size > FACTORISED:
+        return scaled_cholesky(_member_metrics(family, natural))[0]
+    # Of a Gaussian vector moves have a closed form, which is no triangular root.
+    root_of = partial(FamilyDefaults.metric_root, own) if isinstance(own, GaussianDefaults) else own.metric_root
+    root = _over_members(root_of, own, at)(at)
+    diagonal = jnp.diagonal(root, axis1=-2, axis2=-1)
+    return root + jnp.eye(size, dtype=root.dtype) * jnp.where(diagonal > 0, 0.0, 1.0)[..., None]
+
+
+def _member_metrics(family: Any, natural: Any) -> Float[Array, "*members P P"]:
     """The Fisher metric of every member of a component, in minimal coordinates.
 
     ``family``: of the component; ``natural``: its natural parameters. Returns symmetric matrices, singular nowhere in the

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from numpyro.distributions import constraints
 from numpyro.distributions.transforms import biject_to
 
-from .._compiling import Program
+from .._compiling import ROUNDS, Program
 from .._numerics import Flat, either_mode
 from .._state import SKIP_LIMIT, Plan, PVIState
 from ..expectations import FIXED_RULES, RULES, TOLERANCE, LocalLatentProgram, PointsProgram
@@ -72,8 +72,8 @@ class FitsParams:
 
     # Whether groups' own latents are with clients.
     of_clients = False
-    # How well rounds are compiled that are worth more than the cheapest way: see :mod:`numpyro_pvi._compiling`.
-    well = "middle"
+    # How well rounds are compiled, by what they compute: see :mod:`numpyro_pvi._compiling`.
+    levels = ROUNDS
     # Whether compiled rounds depend on the groups' sizes.
     reads_sizes = False
 

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from numpyro.distributions.transforms import biject_to
 
+from .._compiling import look
 from .._numerics import all_finite, clip_to_psd
 from .._state import Plan, PVIState
 from ..errors import PVIError
@@ -436,12 +437,15 @@ def tamed_sites(plan: ProductPlan, prior: ProductNatural, sites: SiteStack) -> S
     """
     factors = [own for own in (plan.likelihood, plan.prior_factor) if own is not None]
     names = {name for own in factors for name in (*own.by_nodes, *own.by_rule) if name not in plan.row_axes}
-    q, change = posterior(prior, sites), {}
-    for name, family in plan.family.components:
-        rule = pair_rule(family)
-        if name in names and rule is not None and rule.nodes:
-            change[name] = rule.tamed(q.parts[name]) - q.parts[name]
-    return spread(plan, sites, ProductNatural(change)) if change else sites
+    rules = {name: pair_rule(family) for name, family in plan.family.components if name in names}
+    rules = {name: rule for name, rule in rules.items() if rule is not None and rule.nodes}
+
+    def tamed(prior: ProductNatural, sites: SiteStack) -> SiteStack:
+        parts = posterior(prior, sites).parts
+        change = {name: rule.tamed(parts[name]) - parts[name] for name, rule in rules.items()}
+        return spread(plan, sites, ProductNatural(change))
+
+    return look(tamed, prior, sites) if rules else sites
 
 
 def apart(family: ProductFamily, inside: tuple[str, ...], q: ProductNatural, key: Any) -> ProductNatural:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .._numerics import all_finite, inverse_root, scaled_cholesky, solve_lower, symmetrise
 from ..errors import PVIError
 from ..expectations import Expected, Moments
-from ..families import GaussianFamily, GaussianNatural, ProductFamily, ProductNatural, member_metrics
+from ..families import GaussianFamily, GaussianNatural, ProductFamily, ProductNatural, member_roots
 from ..sites import MAX_HALVINGS, back_off, damp, select
 from ._base import ByLabel, Labelled, LocalResult, TiltedFactor, by_label, freeze, resolve
 from ._matching import MatchesMoments, MatchState, after_match, check_moments, check_share, own_step
@@ -133,11 +133,10 @@ def metric_widening(family: ProductFamily, q: Any, gap: Any) -> Float[Array, ""]
     """
     ratios = []
     for name, own in family.components:
-        root, _ = scaled_cholesky(member_metrics(own, q.parts[name]))
-        other = member_metrics(own, q.parts[name] + gap.parts[name])
+        # By roots: the metric of a narrow member far from 0 is singular to single precision.
+        root, other = (member_roots(own, at) for at in (q.parts[name], q.parts[name] + gap.parts[name]))
         half = solve_lower(root, other)
-        whole = solve_lower(root, jnp.swapaxes(half, -1, -2))
-        ratios.append(jnp.max(jnp.linalg.eigvalsh(symmetrise(whole))))
+        ratios.append(jnp.max(jnp.linalg.eigvalsh(symmetrise(half @ jnp.swapaxes(half, -1, -2)))))
     return jnp.max(jnp.stack(ratios))
 
 

@@ -8,13 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import polygamma
 
 from numpyro_pvi.errors import PVIError
 from numpyro_pvi.expectations import Tilted
-from numpyro_pvi.families import GaussianNatural, MultivariateNormalFamily, NormalFamily
+from numpyro_pvi.families import (
+    GammaFamily,
+    GaussianNatural,
+    MultivariateNormalFamily,
+    NormalFamily,
+    ProductFamily,
+    ProductNatural,
+    ScalarNormalFamily,
+)
 from numpyro_pvi.solvers import SNEP, match_rules, trouble_of
 from numpyro_pvi.solvers._matching import HELD
-from numpyro_pvi.solvers._snep import posterior_step, site_step, widening
+from numpyro_pvi.solvers._snep import metric_widening, posterior_step, site_step, widening
 
 FAMILY = MultivariateNormalFamily(2)
 Q = GaussianNatural(jnp.array([1.0, -0.5]), jnp.array([[2.0, 0.3], [0.3, 1.0]]))
@@ -175,6 +184,40 @@ def test_a_tilted_distribution_wider_than_q_shortens_the_step():
     np.testing.assert_allclose(
         widening(NormalFamily(2), one, two - one), np.max(one.precision / two.precision), rtol=1e-5
     )
+
+
+def _normal_metric(precision_mean, precision):
+    """Covariance of x and -x^2/2."""
+    v = 1 / precision
+    m = precision_mean * v
+    return np.array([[v, -m * v], [-m * v, m**2 * v + v**2 / 2]])
+
+
+def _gamma_metric(log, rate):
+    """Covariance of log x and -x."""
+    return np.array([[float(polygamma(1, log + 1)), -1 / rate], [-1 / rate, (log + 1) / rate**2]])
+
+
+@pytest.mark.parametrize(
+    ("family", "metric", "one", "other"),
+    [
+        (ScalarNormalFamily(), _normal_metric, (100 / 0.002**2, 1 / 0.002**2), (100.001 / 0.003**2, 1 / 0.003**2)),
+        (ScalarNormalFamily(), _normal_metric, (2000 / 0.2**2, 1 / 0.2**2), (2000.1 / 0.1**2, 1 / 0.1**2)),
+        (GammaFamily(), _gamma_metric, (2e5, 3.0), (1e5, 1.5)),
+    ],
+)
+def test_a_narrow_member_has_a_metric_to_be_wider_than(family, metric, one, other, x64):
+    """In single precision, too, where the metric itself is singular to rounding; beside matrices of double precision."""
+    zeros = family.zeros((), jnp.result_type(float))
+    both = [
+        jax.tree.unflatten(jax.tree.structure(zeros), [jnp.asarray(x, jnp.result_type(float)) for x in own])
+        for own in (one, other)
+    ]
+    exact = [metric(*(float(x) for x in jax.tree.leaves(own))) for own in both]
+    whole = ProductFamily([("x", family)])
+    q, new = (ProductNatural({"x": own}) for own in both)
+    wanted = np.max(np.linalg.eigvals(np.linalg.solve(*exact)).real)
+    np.testing.assert_allclose(metric_widening(whole, q, new - q), wanted, rtol=1e-6 if x64 else 0.05)
 
 
 def test_damping_and_a_schedule_of_steps():
