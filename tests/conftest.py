@@ -17,6 +17,7 @@ import pathlib
 import subprocess
 import sys
 import time
+import zlib
 from unittest import mock
 
 import jax
@@ -52,6 +53,11 @@ def pytest_addoption(parser):
         help="of n sets of a test's parameters only about n ** .4, evenly over them, and one where all are in whole.txt",
     )
     parser.addoption("--brief", action="store_true", help="as --sample, and nothing that whole.txt lists")
+    parser.addoption(
+        "--turn",
+        metavar="K/N",
+        help="with --sample: of what --brief leaves out, the files alone whose turn it is, one in N; all files in N turns",
+    )
     parser.addoption("--first", action="store_true", help="as --brief, of a test's sets of parameters the first alone")
     parser.addoption(
         "--late-from",
@@ -121,6 +127,7 @@ def pytest_collection_modifyitems(config, items):
         left |= config.stash[_LISTED]
     elif config.getoption("--sample"):
         left |= _heavy_beyond_one([item for item in items if item not in left], _named(items, heavy))
+        left |= {item for item in config.stash[_LISTED] if not has_its_turn(item, config.getoption("--turn"))}
     if config.getoption("--first"):
         left |= _beyond_the_first([item for item in items if item not in left])
     if left:
@@ -150,6 +157,14 @@ def _refuse_unknown(listed, items):
     gone = sorted(name for name in listed - known if name.partition("::")[0] in files)
     if gone:
         raise pytest.UsageError(f"tests/whole.txt lists what is not there: {', '.join(gone)}")
+
+
+def has_its_turn(item, turn):
+    """Whether a run with ``--turn`` has the heavy tests of an item's file: tests of a file share fits."""
+    if turn is None:
+        return True
+    number, count = map(int, turn.split("/"))
+    return zlib.crc32(item.nodeid.partition("::")[0].encode()) % count == number % count
 
 
 def _beyond_a_sample(items):

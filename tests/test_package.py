@@ -9,8 +9,11 @@ import re
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
+
+from tests.conftest import has_its_turn
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "numpyro_pvi"
@@ -363,3 +366,11 @@ def test_what_is_left_out_of_make_test_exists():
         if "::" in line:
             path, *_, name = line.partition("[")[0].split("::")
             assert re.search(rf"^ *def {name}\(", (ROOT / path).read_text(), re.MULTILINE), line
+
+
+def test_heavy_tests_of_every_file_have_one_turn_of_all():
+    files = [f"tests/laws/test_{name}.py::test_a" for name in ("cells", "groups", "chains", "golden")]
+    for node in files:
+        turns = [has_its_turn(SimpleNamespace(nodeid=node), f"{1700000000 + k}/6") for k in range(6)]
+        assert sum(turns) == 1
+    assert has_its_turn(SimpleNamespace(nodeid=files[0]), None)

@@ -152,7 +152,8 @@ class TestFreeEnergyOfASubset:
 
     def gap(self):
         fitted, problem, found = self.looks()
-        values = [float(subset._free_energy(problem, *each, jnp.ones((3,), bool))[0]) for each in found]
+        everyone, prior = jnp.ones((3,), bool), found[0][1].prior
+        values = [float(subset._free_energy(problem, *each, everyone, prior, jnp.ones(()))[0]) for each in found]
         change, wanted = values[1] - values[0], fitted.losses[1] - fitted.losses[2]
         return abs(change - wanted), abs(wanted)
 
@@ -170,8 +171,8 @@ class TestFreeEnergyOfASubset:
     def test_a_pairing_of_the_wrong_sign(self, monkeypatch):
         right = subset._free_energy
 
-        def turned(problem, evaluation, sites, known):
-            return right(problem, evaluation, sites * -1.0, known)
+        def turned(problem, evaluation, sites, *rest):
+            return right(problem, evaluation, sites * -1.0, *rest)
 
         monkeypatch.setattr(subset, "_free_energy", turned)
         assert self.gap()[0] > FAR
