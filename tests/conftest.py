@@ -56,7 +56,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--turn",
         metavar="K/N",
-        help="with --sample: of what --brief leaves out, the files alone whose turn it is, one in N; all files in N turns",
+        help="with --sample: what --first leaves out, of the files alone whose turn it is, one in N; all files in N turns",
     )
     parser.addoption("--first", action="store_true", help="as --brief, of a test's sets of parameters the first alone")
     parser.addoption(
@@ -127,7 +127,8 @@ def pytest_collection_modifyitems(config, items):
         left |= config.stash[_LISTED]
     elif config.getoption("--sample"):
         left |= _heavy_beyond_one([item for item in items if item not in left], _named(items, heavy))
-        left |= {item for item in config.stash[_LISTED] if not has_its_turn(item, config.getoption("--turn"))}
+        rest = config.stash[_LISTED] | config.stash[_LATER_SETS]
+        left |= {item for item in rest if not has_its_turn(item, config.getoption("--turn"))}
     if config.getoption("--first"):
         left |= _beyond_the_first([item for item in items if item not in left])
     if left:
@@ -160,7 +161,7 @@ def _refuse_unknown(listed, items):
 
 
 def has_its_turn(item, turn):
-    """Whether a run with ``--turn`` has the heavy tests of an item's file: tests of a file share fits."""
+    """Whether a run with ``--turn`` has more of an item's file than ``--first`` has: tests of a file share fits."""
     if turn is None:
         return True
     number, count = map(int, turn.split("/"))
