@@ -18,7 +18,7 @@ from ._compiling import on_device
 from ._posterior_views import ending, full_passes, labels_of, moment_notes, refuse_unbounded, short_of
 from ._saving import Loaded, fingerprint, load_state, new_salt, save_state
 from ._state import SKIP_LIMIT, PVIInfo, PVIState
-from .errors import CheckpointError, PVIError, SkippedGroupError, StateError
+from .errors import CheckpointError, NonFiniteLossError, PVIError, SkippedGroupError, StateError
 from .factors import abstract_trace
 from .handlers import PRIOR
 from .schedules import RoundReport
@@ -165,12 +165,10 @@ def begun_elsewhere(pvi: Any, stuck: SkippedGroupError, given: tuple, init_param
         SkippedGroupError: as it was, where the group was heard before, where q starts was asked for, and where the run was
             begun again already.
     """
-    key, (args, kwargs) = given
+    args, kwargs = given[1]
     if before.again:
         raise stuck
-    if before.done:
-        pvi.guide.prototype_trace = None
-    fresh = pvi.init(key, *args, init_params=init_params, **kwargs)
+    fresh = _fresh(pvi, given, init_params, before)
     if _heard(stuck.state, fresh):
         raise stuck
     other = pvi._fit.other_start(pvi, fresh, init_params, *pvi._rows(fresh, args, kwargs))
@@ -178,6 +176,60 @@ def begun_elsewhere(pvi: Any, stuck: SkippedGroupError, given: tuple, init_param
         raise stuck
     reason = str(stuck).partition(": ")[0]
     return Progress(other, again=f"begun again where the guide starts, since {reason}")
+
+
+def nearer(
+    far: Run,
+    before: Progress,
+    start: Callable[[], PVIState | None],
+    driven: Callable[[Progress], Run],
+    kept: Checkpoint | None,
+) -> tuple[Run, Progress]:
+    """A run that stands still far from where its factors ask it to go, begun again where the guide starts.
+
+    Under a wide prior expectations may be numbers and of no use: by draws that differ by millions of nats.
+
+    Args:
+        far: how the run ended.
+        before: where the run set out.
+        start: makes the other start; None where q starts was asked for.
+        driven: runs from there.
+        kept: the checkpoint, which has the run that is returned.
+
+    Returns:
+        The run and where it set out; as they were where it ended otherwise, was begun again already, or ends no lower.
+    """
+    left = float(far.state.report.left)
+    if before.again or left <= _FAR or not far.message.startswith("stalled"):
+        return far, before
+    other = start()
+    if other is None:
+        return far, before
+    again = Progress(
+        other, again=f"begun again where the guide starts, since it stood still with {left:.2g} posterior sds to go"
+    )
+    try:
+        found = driven(again)
+    except (SkippedGroupError, NonFiniteLossError):
+        found = None
+    if found is not None and (found.losses[-1] < far.losses[-1] or not np.isfinite(far.losses[-1])):
+        return found, again
+    if kept is not None and far.reports is not None:
+        kept.write(Progress(far.state).after(far.state, np.asarray(far.losses), far.reports))
+    return far, before
+
+
+def other_start(pvi: Any, given: tuple, init_params: Any, before: Progress) -> PVIState | None:
+    """A fresh state with q where the guide starts; None where q starts was asked for. Arguments as of :func:`begun_elsewhere`."""
+    fresh, (args, kwargs) = _fresh(pvi, given, init_params, before), given[1]
+    return pvi._fit.other_start(pvi, fresh, init_params, *pvi._rows(fresh, args, kwargs))
+
+
+def _fresh(pvi: Any, given: tuple, init_params: Any, before: Progress) -> PVIState:
+    key, (args, kwargs) = given
+    if before.done:
+        pvi.guide.prototype_trace = None
+    return pvi.init(key, *args, init_params=init_params, **kwargs)
 
 
 def _heard(state: PVIState, fresh: PVIState) -> bool:
@@ -225,6 +277,8 @@ def _check_fits(checkpoint: Checkpoint, progress: Progress, args: tuple, kwargs:
 # Rounds in one compiled block: long enough that re-reading the data between blocks does not show, short enough to look
 # up.
 BLOCK = 32
+# Posterior sds left to move with which a run that stands still is nowhere near an optimum.
+_FAR = 1.0
 
 
 class Run(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from . import diagnostics, export
 from ._arriving_groups import Newcomers
 from ._closures import Followed, check_picklable, follows, with_prior_of_now
 from ._compiling import is_traced, on_device, precisely
-from ._driver import BLOCK, Progress, Run, begin, begun_elsewhere, drive, waiting
+from ._driver import BLOCK, Progress, Run, begin, begun_elsewhere, drive, nearer, other_start, waiting
 from ._family_fit import FamilyFit
 from ._fits import GaussianFit, begin_fit
 from ._group_lifecycle import (
@@ -340,6 +341,9 @@ class PVI(SVI):
                     raise
                 before = begun_elsewhere(self, stuck, (rng_key, given), init_params, before)
                 run = driven(before, progress_bar)
+            if init_state is None:
+                start = partial(other_start, self, (rng_key, given), init_params, before)
+                run, before = nearer(run, before, start, partial(driven, shown=progress_bar), kept)
         # On the host: a result is not worth a program.
         shown = np.arange(1, len(run.losses) + 1) % loss_every == 0
         losses = np.asarray(run.losses)

@@ -16,6 +16,7 @@ from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, 
 from scipy.optimize import minimize
 
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition, SkippedGroupError, _initial
+from numpyro_pvi import _driver as driver
 from numpyro_pvi._exponential_plan import components_of, narrow_members
 from numpyro_pvi.factors import _planner
 from numpyro_pvi.factors._mechanism import is_hostile
@@ -368,6 +369,36 @@ def test_a_run_that_cannot_leave_its_start_begins_again_where_the_guide_does(tmp
     asked = PVI(rooted, AutoMultivariateNormal(rooted), init_sites="prior")
     with pytest.raises(SkippedGroupError, match="group 0 was skipped"):
         asked.run(jax.random.key(0), 12, *data, progress_bar=False)
+
+
+def counts_with_effects(y):
+    """Under its priors the mean of a count is infinite, so that draws say millions of nats, or hundreds."""
+    level = numpyro.sample("level", dist.Normal(0.0, 2.0))
+    spread = numpyro.sample("spread", dist.HalfNormal(1.0))
+    with numpyro.plate("rows", len(y)):
+        effect = numpyro.sample("effect", dist.Normal(0.0, 1.0))
+        numpyro.sample("y", dist.Poisson(jnp.exp(level + spread * effect)), obs=y)
+
+
+@pytest.mark.parametrize("fault", [False, True], ids=["as it is", "fault"])
+def test_a_run_that_stands_still_far_from_an_optimum_begins_again_where_the_guide_does(fault, monkeypatch):
+    """SVI from where it ends finds nothing lower; without, the run ends 46 nats above."""
+    if fault:
+        monkeypatch.setattr(driver, "_FAR", np.inf)
+    y = np.random.default_rng(0).poisson(4, 12)
+    pvi = PVI(Partition(counts_with_effects, "rows", np.arange(12) % 4), AutoMultivariateNormal(counts_with_effects))
+    run = pvi.run(jax.random.key(6), 300, y, tol=1e-3, progress_bar=False)
+    loss = float(run.losses[-1])
+    if fault:
+        assert loss > 50 and run.message.startswith("stalled") and "begun again" not in run.message
+        return
+    assert "begun again where the guide starts, since it stood still with" in run.message
+    elbo = Trace_ELBO(num_particles=2000)
+    assert float(elbo.loss(jax.random.key(1), run.params, pvi.model, pvi.guide, y)) == pytest.approx(29.02, abs=0.3)
+    assert loss == pytest.approx(29.02, abs=0.05)
+    asked = PVI(pvi.partition, AutoMultivariateNormal(counts_with_effects), init_sites="prior")
+    there = asked.run(jax.random.key(6), 12, y, tol=1e-3, progress_bar=False)
+    assert float(there.losses[-1]) > 50 and "begun again" not in there.message
 
 
 def underflown(y):
