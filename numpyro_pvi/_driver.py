@@ -15,7 +15,7 @@ import tqdm
 
 from ._checkpoint import as_path
 from ._compiling import on_device
-from ._posterior_views import ending, full_passes, labels_of, moment_notes, refuse_unbounded, short_of
+from ._posterior_views import ending, full_passes, is_stuck, labels_of, moment_notes, refuse_unbounded, short_of
 from ._saving import Loaded, fingerprint, load_state, new_salt, save_state
 from ._state import SKIP_LIMIT, PVIInfo, PVIState
 from .errors import CheckpointError, NonFiniteLossError, PVIError, SkippedGroupError, StateError
@@ -200,7 +200,7 @@ def nearer(
         The run and where it set out; as they were where it ended otherwise, was begun again already, or ends no lower.
     """
     left = float(far.state.report.left)
-    if before.again or left <= _FAR or not far.message.startswith("stalled"):
+    if before.again or far.converged is not False or left <= _FAR or not is_stuck(far.state):
         return far, before
     other = start()
     if other is None:

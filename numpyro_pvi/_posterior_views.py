@@ -89,6 +89,11 @@ def ending(state: PVIState, done: int, tol: float | None) -> tuple[bool | None, 
     return False, ""
 
 
+def is_stuck(state: PVIState) -> bool:
+    """Whether nothing moves and something is asked for, which ends a run before a callback or the user does."""
+    return bool(stalled(jax.device_get(state.report), 0.0, 0.0))
+
+
 def short_of(state: PVIState, tol: float | None, report: RoundReport) -> str:
     """What a run that has used up its rounds says beside their number; empty where there is nothing to say.
 

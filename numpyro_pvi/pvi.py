@@ -341,7 +341,8 @@ class PVI(SVI):
                     raise
                 before = begun_elsewhere(self, stuck, (rng_key, given), init_params, before)
                 run = driven(before, progress_bar)
-            if init_state is None:
+            # What visits have released is spent.
+            if init_state is None and not self.solver.private:
                 start = partial(other_start, self, (rng_key, given), init_params, before)
                 run, before = nearer(run, before, start, partial(driven, shown=progress_bar), kept)
         # On the host: a result is not worth a program.
