@@ -382,7 +382,7 @@ def counts_with_effects(y):
 
 @pytest.mark.parametrize("fault", [False, True], ids=["as it is", "fault"])
 def test_a_run_that_stands_still_far_from_an_optimum_begins_again_where_the_guide_does(fault, monkeypatch, tmp_path):
-    """It ends at the loss of keys that need nothing of it; without, 46 nats above. A checkpoint has the run that was begun again."""
+    """It ends at the loss of keys that need nothing of it; without, 46 nats above. A checkpoint has the run begun again."""
     if fault:
         monkeypatch.setattr(driver, "_FAR", np.inf)
     y = np.random.default_rng(0).poisson(4, 12)
