@@ -13,6 +13,7 @@ from numpyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition
 from numpyro_pvi.families import ConditionalNatural, GaussianNatural, MultivariateNormalFamily, conditional_products
+from numpyro_pvi.runtime._rounds import carry_of
 from numpyro_pvi.schedules import StochasticSubset, Synchronous, _synchronous, natural_gradient_proposal
 from numpyro_pvi.solvers import LocalResult, NaturalGradient
 
@@ -123,7 +124,7 @@ def test_inner_products_are_those_of_divergences():
     """Half the inner product of a small change with itself is KL to second order, between dense Gaussians by NumPy."""
     pvi = _pvi()
     state = pvi.init(jax.random.key(0), *_data())
-    problem = pvi._engine._state_problem(state, None, _data(), {}, False)
+    problem = pvi._engine._state_problem(state, _data(), {}, False)
     rng, scale = np.random.default_rng(3), 1e-4
     natural = GaussianNatural(jnp.asarray(rng.normal(size=NUM_ROWS)), jnp.asarray(rng.uniform(0.1, 1.0, NUM_ROWS)))
     change = scale * rng.normal(size=(2, NUM_ROWS))
@@ -423,8 +424,8 @@ def late():
     """A mean-field fit whose eighth round went to a mixture, with its factors, and where its rounds stand."""
     pvi, data = _mean_field(2), _correlated()
     fit = pvi.run(jax.random.key(0), 8, *data, tol=None, progress_bar=False)
-    problem = pvi._engine._state_problem(fit.state, None, data, {}, False)
-    carry = pvi._engine.carry(problem, fit.state)
+    problem = pvi._engine._state_problem(fit.state, data, {}, False)
+    carry = carry_of(fit.state, pvi._engine._evaluated(problem, fit.state))
     return problem, carry, natural_gradient_proposal(problem, carry), fit
 
 

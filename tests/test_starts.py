@@ -23,6 +23,7 @@ from numpyro_pvi.factors._mechanism import is_hostile
 from numpyro_pvi.families import BernoulliFamily
 from numpyro_pvi.runtime import _programs, _refinement, _starts
 from numpyro_pvi.schedules import StochasticSubset, _acceptance
+from numpyro_pvi.solvers import DifferentialPrivacy, NaturalGradient
 
 
 def counts(x, y):
@@ -625,3 +626,16 @@ def test_the_law_sees_a_start_anywhere(waiting_times, monkeypatch):
     assert losses[0] > 1e4
     with pytest.raises(SkippedGroupError):
         pvi.run(jax.random.key(0), 20, *waiting_times, progress_bar=False)
+
+
+@pytest.mark.parametrize("private", [True, False], ids=["private", "public"])
+def test_what_a_private_run_has_released_is_not_released_again(private, monkeypatch, data):
+    """However far from an optimum it stands still; a public run that is taken for one that does is begun again."""
+    monkeypatch.setattr(driver, "_FAR", -np.inf)
+    monkeypatch.setattr(driver, "is_stuck", lambda state: True)
+    begun = []
+    monkeypatch.setattr("numpyro_pvi.pvi.other_start", lambda *_: begun.append(True))
+    solver = DifferentialPrivacy(NaturalGradient(), 1.0, 1.0) if private else None
+    pvi = PVI(Partition(counts, "rows", 3), AutoMultivariateNormal(counts), solver=solver)
+    pvi.run(jax.random.key(0), 2, *data, tol=1e-9, progress_bar=False)
+    assert begun == ([] if private else [True])

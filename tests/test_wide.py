@@ -111,7 +111,7 @@ def test_without_rows_apart_rounds_are_many():
 def _same_pass(num_groups: int) -> None:
     pvi, fit = _fit(num_groups, 1)
     state, arrays = fit.state, _data()
-    problem = pvi._engine._state_problem(state, None, arrays, {}, False)
+    problem = pvi._engine._state_problem(state, arrays, {}, False)
     assert problem.wide is not None
     assert (problem.wide.count, problem.wide.block) == (8, 4)
     tight = state.rule._replace(tolerance=jnp.asarray(1e-10))

@@ -2,7 +2,7 @@
 
 from ._answers import Answers, ProductAnswers
 from ._base import LaxMap, Runtime, RuntimeDefaults, Vmap
-from ._engine import Engine, RoundsDone
+from ._engine import Engine
 from ._factors import FactorData
 from ._held import Units
 from ._local import LocalProblem
@@ -30,6 +30,7 @@ from ._remote_engine import (
     RowlessProductEngine,
     SummedEngine,
 )
+from ._rounds import RoundsDone
 from ._rule_checks import RULE
 from ._sharded import Sharded
 from ._starts import apart, best_of_short_runs, curvature_start, first_weights, site_with_rows, spread, tamed_sites

@@ -5,23 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
-from numpyro.distributions import constraints
-from numpyro.distributions.transforms import biject_to
+from jaxtyping import Array, Bool, Float
 
-from .._compiling import ROUNDS, Program
-from .._numerics import Flat, either_mode
-from .._state import SKIP_LIMIT, Plan, PVIState
+from .._compiling import Program
+from .._state import Plan, PVIState
 from ..expectations import FIXED_RULES, RULES, TOLERANCE, LocalLatentProgram, PointsProgram
 from ..factors import (
     GroupMasks,
     ModelCall,
     Packing,
-    abstract_trace,
     exact_diagonal_prior,
     exact_log_constant,
     exact_prior,
@@ -34,119 +30,20 @@ from ..schedules import (
     RoundCarry,
     Schedule,
     empty_report,
-    finished,
-    sound,
-    with_params,
 )
 from ..sites import SiteStack, posterior, select, sum_slots, take, tie, tied_site
-from ..solvers import LocalSolver, NaturalGradient, step_and_slope
+from ..solvers import LocalSolver, NaturalGradient
 from ._base import Runtime
 from ._factors import Draws, FactorData
 from ._local import BARRED_LEFT, LocalProblem
-from ._moments import evidence, first_row_sites, moments_missed, noise_floor, solver_of_prior
+from ._moments import evidence, first_row_sites, moments_missed, solver_of_prior
 from ._programs import FactorReader, RowStream, beside_rows, first_conditionals, whole_call
 from ._refinement import LOOSE_MOVE, LOOSE_TOLERANCE, held_to, wide_rows
+from ._rounds import RoundEngine, moved_by, present_alone, unevaluated
 from ._row_problem import first_numbers, row_problem, rows_proper
 from ._starts import Comparison, first_local_sites, first_sites, start_arrivals
-from ._tilted import chains_wanted, keeps_rows, most_chunks, refuse_rows, with_chains
+from ._tilted import keeps_rows, most_chunks, refuse_rows, with_chains
 from ._verification import Check, begin_again, claims_of, memories, verify_claims
-
-# -------------------------------------------------------------------------------------------------- numpyro.param sites
-# Values of a model's ``numpyro.param`` sites: constrained for the model, and moved by one step of the user's optimiser.
-
-
-def furthest_apart(one: list[Array], other: list[Array]) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The largest difference of two lists of numbers, and the largest of the first (1 at least)."""
-    gaps = [jnp.max(jnp.abs(a - b), initial=0.0) for a, b in zip(one, other, strict=True)]
-    return jnp.max(jnp.stack(gaps)), jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=1.0) for x in one]))
-
-
-class FitsParams:
-    """What engines know of the model's params, and of where its rows are; a base class for those that say which they are."""
-
-    model: Callable
-    solver: LocalSolver
-    schedule: Schedule
-    runtime: Runtime
-    optim: Any
-
-    # Whether groups' own latents are with clients.
-    of_clients = False
-    # How well rounds are compiled, by what they compute: see :mod:`numpyro_pvi._compiling`.
-    levels = ROUNDS
-    # Whether compiled rounds depend on the groups' sizes.
-    reads_sizes = False
-
-    def runtime_of(self, packing: Packing | GroupMasks) -> Runtime:
-        """Where the rows of a packing are read: on the devices that they were placed on, or on the one where all of them are."""
-        placed = isinstance(packing, Packing) and packing.places is not None
-        return self.runtime if placed else self.runtime.alone
-
-    def _opens(self, problem: Any, ends_evaluating: bool) -> bool:
-        """Whether the state's own q is evaluated in a place of the rounds' own, before the first.
-
-        A second place would be compiled a second time. ``ends_evaluating``: whether rounds end with an evaluation of their own.
-        """
-        if self.schedule.streams or self.solver.stochastic or self.solver.private:
-            return False
-        return ends_evaluating or self.schedule.opens(problem)
-
-    def param_transforms(self, args: tuple, kwargs: dict) -> dict[str, Any]:
-        """Bijections from unconstrained space to the supports of the model's ``numpyro.param`` sites."""
-        trace = abstract_trace(self.model, jax.random.key(0), args, kwargs)
-        return {
-            n: biject_to(s["kwargs"].get("constraint", constraints.real))
-            for n, s in trace.items()
-            if s["type"] == "param"
-        }
-
-    def constrain(self, plan: Plan, args: tuple, kwargs: dict, optim_state: Any) -> dict[str, Any]:
-        """Constrained values of the model's ``numpyro.param`` sites held in an optimiser state."""
-        if not plan.partition.params:
-            return {}
-        transforms = self.param_transforms(args, kwargs)
-        return {n: transforms[n](v) for n, v in self.optim.get_params(optim_state).items()}
-
-    def moved_params(
-        self, loss: Callable[[dict], Float[Array, ""]], optim_state: Any, args: tuple, kwargs: dict
-    ) -> tuple[Any, dict[str, Any], Float[Array, "P"]]:
-        """One step of the optimiser (PVI eq. 5); none where the loss, or what it leads to, is not finite.
-
-        ``loss``: negative ELBO in nats at constrained values, q held fixed. Returns the optimiser's state, the constrained
-        values after it, and the nats that every param's part of the step gains to first order (by name, sorted), 0 within
-        rounding of the loss.
-        """
-        transforms = self.param_transforms(args, kwargs)
-
-        def constrained(values: dict) -> dict:
-            return {n: transforms[n](v) for n, v in values.items()}
-
-        # The optimiser looks at the objective itself: its value, and as often as a line search or a minimiser wants.
-        def step(forward: bool):
-            return step_and_slope(self.optim, lambda values: loss(constrained(values)), optim_state, forward)
-
-        value, moved, slope = either_mode(step)
-        numbers = [value, *jax.tree.leaves(self.optim.get_params(moved))]
-        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in numbers]))
-        moved = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, optim_state)
-        now, before = self.optim.get_params(moved), self.optim.get_params(optim_state)
-        # A step that was refused has gained nothing, and says nothing of how far it is.
-        return moved, constrained(now), jnp.where(finite, _gains(slope, before, now, value), jnp.inf)
-
-
-def _gains(slope: Any, before: dict[str, Any], now: dict[str, Any], value: Any) -> Float[Array, "P"]:
-    """Nats that a step gains to first order, by param: 0 within rounding of the loss, and where the optimiser takes no slope."""
-    dtype = jnp.result_type(float)
-    if slope is None:
-        return jnp.zeros((len(before),), dtype)
-
-    def gain(name: str) -> Array:
-        parts = jax.tree.map(lambda g, a, b: jnp.vdot(g, b - a), slope[name], now[name], before[name])
-        return jnp.abs(sum(jax.tree.leaves(parts)))
-
-    gains = jnp.stack([gain(name) for name in sorted(before)]).astype(dtype)
-    return jnp.where(gains <= jnp.finfo(jnp.result_type(value)).eps * jnp.abs(value), 0.0, gains)
-
 
 # ------------------------------------------------------------------------------------------ sigma points or random ones
 # Between rounds: sigma points or random ones, and an evaluation under the choice and on fresh draws.
@@ -305,118 +202,21 @@ def _prior(problem: LocalProblem, evaluation: Evaluation, noise: Draws, before: 
 
 # --------------------------------------------------------------------------------------------------------------- engine
 
+
+def furthest_apart(one: list[Array], other: list[Array]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The largest difference of two lists of numbers, and the largest of the first (1 at least)."""
+    gaps = [jnp.max(jnp.abs(a - b), initial=0.0) for a, b in zip(one, other, strict=True)]
+    return jnp.max(jnp.stack(gaps)), jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=1.0) for x in one]))
+
+
 # Seed of the draws on which losses under a stochastic solver are taken.
 _LOSS_DRAWS = 0x9E37
 # What is folded into a state's key for the draws of its evidence.
 _EVIDENCE_DRAWS = 0x51ED
 
 
-def opened(
-    opening: Any, ends_evaluating: bool, state: PVIState, carry: RoundCarry, moved: Callable[[RoundCarry], tuple]
-) -> tuple[PVIState, RoundCarry]:
-    """A round; while ``opening``, none of it but, where no evaluation ends it, that of the state's own q in a candidate's place.
-
-    ``opening``: Bool, or None where rounds never open; ``moved``: state and carry after the schedule's round, of the carry.
-    """
-    if opening is None:
-        return moved(carry)
-    if ends_evaluating:
-        return jax.lax.cond(opening, lambda: (state, carry), lambda: moved(carry))
-    after, done = moved(carry._replace(opening=opening))
-    # Such a round leaves the sites where they are: there is nothing to choose, and no copy of them to choose from.
-    state, carry = dataclasses.replace(state, sites=after.sites), carry._replace(sites=done.sites)
-    return select(opening, (state, carry._replace(evaluation=done.evaluation)), (after, done))
-
-
-def unevaluated(problem: Any, sites: Any, rule: Any, evaluate: Callable[[], Evaluation]) -> Evaluation:
-    """An evaluation of the right shapes that says nothing but its rule.
-
-    ``problem``: the factors; ``sites``: those of q; ``evaluate``: traced for its shapes where the problem does not know them.
-    """
-
-    def found() -> Evaluation:
-        known = problem.shaped(sites, rule)
-        return evaluate() if known is None else known
-
-    shapes = jax.eval_shape(found)
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)._replace(rule=rule)
-
-
-class RoundsDone(NamedTuple):
-    """The outcome of :meth:`Engine.rounds`."""
-
-    state: PVIState
-    # Negative ELBOs of the rounds that ran, NaN after them, and their reports, laid flat, with a leading axis of that length.
-    losses: Float[Array, "length"]
-    reports: Flat
-    done: Int[Array, ""]
-    # Whether the next round needs the finest quadrature rule compiled in.
-    missed: Bool[Array, ""]
-    # The first of the losses, for who asks for one round.
-    loss: Float[Array, ""]
-    # What the next rounds from this state on begin with, where rounds were told of their own state: see ``Engine.unseen``.
-    evaluation: Any = None
-
-
-def run_rounds(
-    state: PVIState,
-    carry: Any,
-    one: Callable[[PVIState, Any, Any], tuple[PVIState, Any, Float[Array, ""], Any]],
-    count: Int[Array, ""],
-    tol: Float[Array, ""],
-    length: int,
-    solver: LocalSolver,
-    missed: Any = False,
-    opening: Any = None,
-    reopens: bool = False,
-) -> tuple[RoundsDone, Any]:
-    """Run up to ``count`` rounds in one compiled loop, whatever a round is.
-
-    ``carry``: what rounds hand on to one another beside the state; ``one``: a round: of a state, a carry and ``opening`` the
-    state and the carry afterwards, the loss in nats, and whether the round is not to be, as it needs the finest quadrature
-    rule; None where none ever does; ``tol``: largest move of a round, in posterior sds, that ends them; no lower than what the
-    noise of sampled moments explains. Negative never ends them; ``length``: rounds that there is room for; ``solver``: where
-    its weights keep collapsing rounds end early, so that chains can be compiled in; ``missed``: whether the first round needs
-    that rule already; ``opening``: whether the first is no round, but the evaluation of the state's own q; None where it never
-    is; ``reopens``: whether such an evaluation, on fresh draws, follows every round and gives its loss. Returns the rounds, and
-    what the last of them hands on.
-    """
-
-    def unfinished(loop: tuple) -> Array:
-        i, state, *_, missed, opening = loop
-        floor = noise_floor(state.solver_state, state.report)
-        halted = finished(state.report, tol, floor) | jnp.any(state.report.skip_run >= SKIP_LIMIT)
-        halted = halted | chains_wanted(solver, state.solver_state)
-        halted = halted & (i > 0)
-        return (i < count) & ~missed & ~(halted & ~opening if reopens else halted)
-
-    def again(loop: tuple) -> tuple:
-        i, *before, losses, reports, missed, opening = loop
-        state, carry, loss, over = one(*before, opening)
-        if over is not None:
-            missed, loss = over, jnp.where(over, jnp.nan, loss)
-        # What is there before the first round is nobody's loss.
-        place = jnp.where(i < 0, length, i) if reopens else i
-        losses = losses.at[place].set(loss, mode="drop")
-        reports = jax.tree.map(lambda all_, new: all_.at[place].set(new, mode="drop"), reports, Flat.of(state.report))
-        if over is not None:
-            state, carry = jax.tree.map(lambda old, new: jnp.where(missed, old, new), tuple(before), (state, carry))
-        if opening is None:
-            return i + ~missed, state, carry, losses, reports, missed, None
-        if reopens:
-            return i + opening, state, carry, losses, reports, missed, ~opening
-        return i + (~missed & ~opening), state, carry, losses, reports, missed, jnp.array(False)
-
-    losses = jnp.full((length,), jnp.nan, state.report.move.dtype)
-    reports = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), Flat.of(state.report))
-    start = -opening.astype(jnp.int32) if reopens else jnp.int32(0)
-    first = start, state, carry, losses, reports, jnp.asarray(missed), opening
-    done, state, carry, losses, reports, missed, _ = jax.lax.while_loop(unfinished, again, first)
-    return RoundsDone(state, losses, reports, done, missed, losses[0]), carry
-
-
 @dataclasses.dataclass(frozen=True)
-class Engine(FitsParams):
+class Engine(RoundEngine):
     """Everything static about a fit except its plan: the model and the independent choices.
 
     Args:
@@ -580,165 +380,59 @@ class Engine(FitsParams):
             return problem.noise(jax.random.key(_LOSS_DRAWS), self.num_particles)
         return problem.noise(jax.random.fold_in(rng_key, 0x9E37), self.num_particles)
 
-    def carry(self, problem: LocalProblem, state: PVIState) -> RoundCarry:
-        """Evaluate a state's q and put the state into the form that rounds take."""
+    def _evaluated(self, problem: LocalProblem, state: PVIState) -> Evaluation:
+        """See :meth:`RoundEngine._evaluated`; where there is a choice of points, it is settled."""
         noise = self.noise(problem, state.rng_key)
         if self.solver.stochastic or noise is None or not problem.can_switch:
             # With no choice of points to settle, nothing has to be traced for its shapes alone.
-            evaluation = problem.evaluate(state.sites, state.rule, noise, again=True)
-        else:
-            empty = self._empty(problem, state)
-            still = jnp.zeros((), empty.elbo.dtype)
-            evaluation = settle(problem, state.sites, empty, noise, still, stale=True, again=True)
-        return carry_of(state, evaluation)
+            return problem.evaluate(state.sites, state.rule, noise, again=True)
+        empty = self._blank(problem, state)
+        still = jnp.zeros((), empty.elbo.dtype)
+        return settle(problem, state.sites, empty, noise, still, stale=True, again=True)
 
-    def _empty(self, problem: LocalProblem, state: PVIState) -> Evaluation:
-        """An evaluation of the right shapes, and the state's rule."""
+    def _blank(self, problem: LocalProblem, state: PVIState) -> Evaluation:
+        """See :meth:`RoundEngine._blank`."""
         noise = self.noise(problem, state.rng_key)
         given = state.sites, state.rule
         return unevaluated(problem, *given, lambda: problem.evaluate(*given, noise, again=True))
 
-    def _unread(self, problem: LocalProblem, state: PVIState) -> RoundCarry:
-        """The form that rounds take, without a pass over the rows."""
-        return carry_of(state, problem.unread(state.sites, state.rule))
-
-    def rounds(
-        self,
-        state: PVIState,
-        args: tuple,
-        kwargs: dict,
-        count: Int[Array, ""],
-        tol: Float[Array, ""],
-        length: int,
-        fine: bool,
-        seen: tuple[Evaluation, Bool[Array, ""]] | None = None,
-    ) -> RoundsDone:
-        """Run up to ``count`` rounds in one compiled loop.
-
-        ``state``: where to start; ``args``: positional arguments (arrays); ``kwargs``: keyword arguments; ``count``: rounds to
-        run, at most ``length``; ``tol``: stop after a round whose largest move is at most this many posterior sds; negative
-        never stops; ``length``: static size of the buffers; ``fine``: whether the finest quadrature rule is compiled in.
-        Without it the loop ends before the first round whose rows ask for it; ``seen``: an evaluation of the state's q as the
-        rounds that made it have left it, of the shapes of :meth:`unseen`, and whether it is one: where it is not, rounds begin
-        with a pass over the rows. None where it never is. Returns the state and what was recorded.
-        """
-        stored, state = state.sites.others, present_alone(state)
-        others = None if stored is None else sum_slots(stored)
-        static = not self._fits_params(state, others)
-        fixed = self._state_problem(state, others, args, kwargs, fine) if static else None
-
-        def one(state, carry, opening):
-            problem = fixed if static else self._state_problem(state, others, args, kwargs, fine)
-            state, carry = self._round(problem, state, carry, args, kwargs, fine, opening)
-            missed = carry.evaluation.missed | moments_missed(carry)
-            if opening is not None:
-                missed = jnp.where(opening, carry.evaluation.missed, missed)
-            missed = missed & (not fine)
-            state, carry = self.tallied(state, carry, ~missed if opening is None else ~(missed | opening))
-            return state, carry, -carry.evaluation.elbo, missed
-
-        problem = fixed if static else self._state_problem(state, others, args, kwargs, fine)
-        carry, missed, opening = self._begin(problem, state, not static, fine, seen)
-        done, carry = run_rounds(state, carry, one, count, tol, length, self.solver, missed, opening)
-        state = dataclasses.replace(done.state, sites=dataclasses.replace(done.state.sites, others=stored))
-        return done._replace(state=state, evaluation=None if seen is None else carry.evaluation)
-
-    def tallied(self, state: PVIState, carry: RoundCarry, ends: Bool[Array, ""]) -> tuple[PVIState, RoundCarry]:
-        """State and carry after a round whose report tells what was sent in it: nothing, where nobody is asked.
-
-        ``state``: after the round; ``carry``: likewise; ``ends``: whether the round is kept; what was sent in one that is not
-        counts for the next.
-        """
-        return state, carry
-
-    def unseen(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> Evaluation | None:
-        """An evaluation that says nothing, for :meth:`rounds`; None where rounds evaluate a state's q in a place of their own."""
-        # With rows on several devices an evaluation is in part of each one's own.
-        solver = self.solver
-        if self.schedule.streams or solver.stochastic or solver.private or self.runtime.alone is not self.runtime:
-            return None
-        others = None if state.sites.others is None else sum_slots(state.sites.others)
-        problem, state = self._state_problem(state, others, args, kwargs, fine), present_alone(state)
-        ends = self._ends_evaluating(problem, self._fits_params(state, others))
-        return self._empty(problem, state) if self._opens(problem, ends) else None
-
-    def _begin(
-        self, problem: LocalProblem, state: PVIState, fits_params: bool, fine: bool, seen: tuple | None
-    ) -> tuple[RoundCarry, Bool[Array, ""], Bool[Array, ""] | None]:
-        """Carry that the loop of rounds begins with, whether it misses a finer rule, and whether its evaluation is still to do."""
-        if self._opens(problem, self._ends_evaluating(problem, fits_params)):
-            evaluation, known = (self._empty(problem, state), jnp.array(False)) if seen is None else seen
-            return carry_of(state, evaluation._replace(rule=state.rule)), jnp.array(False), ~known
-        if self.schedule.streams:
-            carry = self._unread(problem, state)
-        else:
-            known = self.schedule.unvalued(problem, state.sites, state.rule)
-            carry = self.carry(problem, state) if known is None else carry_of(state, known)
-        return carry, carry.evaluation.missed & (not fine), None
-
-    def _ends_evaluating(self, problem: LocalProblem, fits_params: bool) -> bool:
-        """Whether a round ends with an evaluation of its own: on fresh draws for the next one, or under new params."""
+    def _ends_evaluating(self, problem: LocalProblem, state: PVIState, moves: bool) -> bool:
+        """See :meth:`RoundEngine._ends_evaluating`."""
         settled = self.solver.stochastic and problem.units is None
-        return (problem.redraws and not (settled or problem.blind)) or fits_params
+        return (problem.redraws and not (settled or problem.blind)) or moves
 
-    def _fits_params(self, state: PVIState, others: Any) -> bool:
-        """Whether rounds move the model's params: only while all groups' rows are at hand, as sites say nothing of them."""
-        return bool(state.plan.partition.params) and others is None
-
-    def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> LocalProblem:
-        params = self.constrain(state.plan, args, kwargs, state.optim_state)
+    def _state_problem(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> LocalProblem:
+        """See :meth:`RoundEngine._state_problem`."""
+        params, others = self.constrain(state.plan, args, kwargs, state.optim_state), state.sites.others
         prior, num_rules = (state.prior, state.exact), len(RULES) - (not fine)
+        others = None if others is None else sum_slots(others)
         return self.problem(state.plan, state.packing, args, kwargs, params, prior, num_rules, others)
 
-    def _round(
-        self,
-        problem: LocalProblem,
-        state: PVIState,
-        carry: RoundCarry,
-        args: tuple,
-        kwargs: dict,
-        fine: bool,
-        opening: Bool[Array, ""] | None = None,
-    ):
-        """One round; while ``opening``, nothing but the evaluation of the state's own q, to the letter as it was."""
-        fits_params = self._fits_params(state, problem.data.others)
-        # Fresh draws for the next round, or new params, need a new evaluation.
-        evaluates = self._ends_evaluating(problem, fits_params)
-        changed = fits_params or not problem.can_switch
+    def _missed(self, carry: RoundCarry, opening: Any, fine: bool) -> Bool[Array, ""]:
+        """See :meth:`RoundEngine._missed`."""
+        missed = carry.evaluation.missed | moments_missed(carry)
+        if opening is not None:
+            missed = jnp.where(opening, carry.evaluation.missed, missed)
+        return missed & (not fine)
 
-        def moved(carry: RoundCarry) -> tuple[PVIState, RoundCarry]:
-            after, done = self._moved(problem, state, carry, args, kwargs, fine)
-            if evaluates and changed:
-                # Nothing is left of the round's evaluation but where the next one starts.
-                done = done._replace(evaluation=carry.evaluation._replace(rule=done.evaluation.rule))
-            return after, done
+    def _looks_afresh(self, problem: LocalProblem, moves: bool) -> bool:
+        """See :meth:`RoundEngine._looks_afresh`."""
+        return moves or not problem.can_switch
 
-        state, carry = opened(opening, evaluates, state, carry, moved)
-        if fits_params:
-            problem = self._state_problem(state, None, args, kwargs, fine)
-        if evaluates:
-            noise, report, travelled = self.noise(problem, state.rng_key), carry.report, carry.report.total_move
-            again, stale = (False, changed) if opening is None else (opening, True if changed else opening)
-            travelled = jnp.where(again, 0.0, travelled)
-            barred = (report.refused >= BARRED_ROUNDS) & (report.left > BARRED_LEFT)
-            how = {"stale": stale, "again": again, "barred": barred}
-            evaluation = settle(problem, state.sites, carry.evaluation, noise, travelled, **how)
-            report = report._replace(finite=jnp.where(again, report.finite, sound(evaluation.elbo)))
-            carry = carry._replace(evaluation=evaluation, report=report)
-            state = dataclasses.replace(state, report=report)
-        rule = carry.evaluation.rule if opening is None else select(opening, state.rule, carry.evaluation.rule)
-        return dataclasses.replace(state, rule=rule), carry
+    def _looked_again(
+        self, problem: LocalProblem, state: PVIState, carry: RoundCarry, opening: Any, moves: bool
+    ) -> Evaluation:
+        """See :meth:`RoundEngine._looked_again`; where there is a choice of points, it is settled."""
+        afresh, report = self._looks_afresh(problem, moves), carry.report
+        again, stale = (False, afresh) if opening is None else (opening, True if afresh else opening)
+        barred = (report.refused >= BARRED_ROUNDS) & (report.left > BARRED_LEFT)
+        how = {"stale": stale, "again": again, "barred": barred}
+        travelled = jnp.where(again, 0.0, report.total_move)
+        noise = self.noise(problem, state.rng_key)
+        return settle(problem, state.sites, carry.evaluation, noise, travelled, **how)
 
-    def _moved(
-        self,
-        problem: LocalProblem,
-        state: PVIState,
-        carry: RoundCarry,
-        args: tuple,
-        kwargs: dict,
-        fine: bool,
-    ) -> tuple[PVIState, RoundCarry]:
-        """State and carry after the schedule's round, and a step of the params."""
+    def _round(self, problem: LocalProblem, state: PVIState, carry: RoundCarry) -> tuple[PVIState, RoundCarry]:
+        """See :meth:`RoundEngine._round`."""
         # Set before the round, so that a state's rule is the one its own evaluation (and the loss that went with it)
         # used.
         rule, dtype = carry.evaluation.rule, carry.evaluation.elbo.dtype
@@ -748,15 +442,12 @@ class Engine(FitsParams):
             tolerance=tolerance if carry.opening is None else select(carry.opening, rule.tolerance, tolerance)
         )
         carry = carry._replace(evaluation=carry.evaluation._replace(rule=rule))
-        state, carry = moved_by(self.schedule, problem, state, carry, self.noise(problem, state.rng_key))
-        if self._fits_params(state, problem.data.others):
-            state, carry = self._update_params(problem, state, carry, args, kwargs, fine)
-        return state, carry
+        return moved_by(self.schedule, problem, state, carry, self.noise(problem, state.rng_key))
 
-    def _update_params(
-        self, problem: LocalProblem, state: PVIState, carry: RoundCarry, args, kwargs, fine
-    ) -> tuple[PVIState, RoundCarry]:
-        """One optimiser step on the model's params at the round's q held fixed (PVI eq. 5), then the prior re-read."""
+    def _objective(
+        self, problem: LocalProblem, state: PVIState, carry: RoundCarry, args: tuple, kwargs: dict, fine: bool
+    ) -> tuple[Callable[[dict], Float[Array, ""]], Callable[[dict], Any]]:
+        """See :meth:`RoundEngine._objective`."""
         moments = carry.evaluation.moments
         noise = self.noise(problem, state.rng_key)
 
@@ -770,15 +461,12 @@ class Engine(FitsParams):
             )
             return -rows - at(params).rest_elbo_at(moments, noise, carry.evaluation.rule)
 
-        optim_state, params, gains = self.moved_params(loss, state.optim_state, args, kwargs)
-        part = state.plan.partition
-        call = beside_rows(part, state.packing, whole_call(self.model, part, args, kwargs, params))
-        prior = self.exact_prior(state.plan, call)[0]
-        noisy = bool(problem.noisy | problem.stochastic | problem.blind)
-        report = with_params(carry.report, gains, noisy)
-        return dataclasses.replace(state, optim_state=optim_state, prior=prior, report=report), carry._replace(
-            report=report
-        )
+        def prior(params):
+            part = state.plan.partition
+            call = beside_rows(part, state.packing, whole_call(self.model, part, args, kwargs, params))
+            return self.exact_prior(state.plan, call)[0]
+
+        return loss, prior
 
     def _at_params(self, state: PVIState, args: tuple, kwargs: dict, params: dict, fine: bool) -> Any:
         """The factors at other values of the params than a state's."""
@@ -786,15 +474,14 @@ class Engine(FitsParams):
 
     def loss(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Float[Array, ""], Bool[Array, ""]]:
         """Negative global ELBO at a state in nats, and whether rows asked for a finer quadrature rule than was compiled in."""
-        others = None if state.sites.others is None else sum_slots(state.sites.others)
-        problem = self._state_problem(state, others, args, kwargs, fine)
+        problem = self._state_problem(state, args, kwargs, fine)
         state = dataclasses.replace(state, rule=held_to(state.rule))
-        evaluation = self.carry(problem, present_alone(state)).evaluation
+        evaluation = self._evaluated(problem, present_alone(state))
         return -evaluation.elbo, evaluation.missed & (not fine)
 
     def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool):
         """Power EP's log evidence at a state, its Monte Carlo standard error (nats), and whether a finer rule is needed."""
-        return self.evidence_at(self._state_problem(state, None, args, kwargs, fine), state)
+        return self.evidence_at(self._state_problem(state, args, kwargs, fine), state)
 
     def evidence_at(self, problem: Any, state: PVIState, ask: Callable | None = None):
         """The same of factors that are at hand; ``ask`` as of :func:`numpyro_pvi.runtime._moments.evidence`."""
@@ -907,37 +594,6 @@ def _cavities_proper(family: Any, prior: Any, sites: SiteStack, tied: int | None
     else:
         own = jnp.full((tied,), family.in_domain(q - tied_site(sites.groups, tied)))
     return own, others, jnp.array(True) if sites.prior is None else family.in_domain(q - sites.prior)
-
-
-def carry_of(state: PVIState, evaluation: Any) -> RoundCarry:
-    """A state in the form that rounds take."""
-    return RoundCarry(
-        state.sites, evaluation, state.solver_state, state.prior_solver_state, state.schedule_state, state.report
-    )
-
-
-def moved_by(
-    schedule: Schedule, problem: Any, state: PVIState, carry: RoundCarry, noise: Any
-) -> tuple[PVIState, RoundCarry]:
-    """State and carry after a schedule's round. ``state``: before it; ``carry``: likewise, in the form that rounds take."""
-    next_key, round_key = jax.random.split(state.rng_key)
-    carry = schedule.round(problem, carry, round_key, noise)
-    state = dataclasses.replace(
-        state,
-        rng_key=next_key,
-        sites=carry.sites,
-        solver_state=carry.solver,
-        prior_solver_state=carry.prior_solver,
-        schedule_state=carry.schedule,
-        report=carry.report,
-        step=state.step + 1,
-    )
-    return state, carry
-
-
-def present_alone(state: PVIState) -> PVIState:
-    """A state without the sites of groups whose rows are not at hand, which rounds take as one factor beside the prior."""
-    return dataclasses.replace(state, sites=dataclasses.replace(state.sites, others=None))
 
 
 def _outside(exact: Bool[Array, "D"], leaf: Array) -> Array:

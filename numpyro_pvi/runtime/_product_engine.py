@@ -21,22 +21,11 @@ from ..schedules import (
     Schedule,
     empty_report,
     sound,
-    with_params,
 )
 from ..sites import MemberSites, OwnMembers, SiteStack, posterior, select, sum_slots, take
 from ..solvers import LocalSolver
 from ._base import Runtime
-from ._engine import (
-    FitsParams,
-    RoundsDone,
-    carry_of,
-    furthest_apart,
-    moved_by,
-    opened,
-    present_alone,
-    run_rounds,
-    unevaluated,
-)
+from ._engine import furthest_apart
 from ._moments import solver_of_prior
 from ._product_batches import visit_family
 from ._product_factors import BatchFactors, OwnFactors, ProductFactors
@@ -53,6 +42,7 @@ from ._product_rounds import (
     shared_of,
 )
 from ._refinement import LOOSE_MOVE, LOOSE_TOLERANCE
+from ._rounds import RoundEngine, RoundsDone, carry_of, moved_by, present_alone, run_rounds, unevaluated
 from ._verification import Check, product_claims, q_of, verify_product
 
 
@@ -69,7 +59,7 @@ _DRAWS = 0x9E37
 
 
 @dataclasses.dataclass(frozen=True)
-class ProductEngine(FitsParams):
+class ProductEngine(RoundEngine):
     """Everything static about a fit except its plan; the counterpart of :class:`numpyro_pvi.runtime.Engine`.
 
     Args:
@@ -162,12 +152,6 @@ class ProductEngine(FitsParams):
     def factors(self, problem: ProductProblem, *beside: Any) -> ProductFactors:
         """The factors as schedules see them; what follows the problem is as of :class:`ProductFactors` after its solver."""
         return ProductFactors(problem, self.solver, *beside)
-
-    def tallied(
-        self, state: PVIState, carry: RoundCarry, ends: Any, loss: Float[Array, ""]
-    ) -> tuple[PVIState, RoundCarry]:
-        """State and carry after a round: see :meth:`numpyro_pvi.runtime.Engine.tallied`; ``loss``: what was asked for last."""
-        return state, carry
 
     def prior_gap(self, plan: Any, packing: Any, args: tuple, kwargs: dict, optim_state: Any, at: Any) -> Any:
         """See :meth:`numpyro_pvi.runtime.Engine.prior_gap`; ``at`` are natural parameters, where other latents are looked at."""
@@ -285,105 +269,70 @@ class ProductEngine(FitsParams):
         """Key of the draws that belong to a state: its loss and its next round share them."""
         return jax.random.fold_in(rng_key, _DRAWS)
 
-    def rounds(
-        self,
-        state: PVIState,
-        args: tuple,
-        kwargs: dict,
-        count: Int[Array, ""],
-        tol: Float[Array, ""],
-        length: int,
-        fine: bool,
-        seen: tuple[Evaluation, Bool[Array, ""]] | None = None,
-    ) -> RoundsDone:
-        """Run up to ``count`` rounds in one compiled loop: see :meth:`numpyro_pvi.runtime.Engine.rounds`.
+    def _ruled(self, state: PVIState, fine: bool) -> PVIState:
+        """See :meth:`RoundEngine._ruled`."""
+        return with_rules(state, fine)
 
-        Without the finest quadrature rule, rounds that end where predictors ask for it are not done.
-        """
-        plan, given = state.plan, with_rules(state, fine)
-        done = self._rounds(given, args, kwargs, count, tol, length, seen)
-        # Rounds see sites of groups whose rows are not at hand beside the prior; a state has them, which may be gone back to.
-        sites = dataclasses.replace(done.state.sites, others=given.sites.others)
-        done = done._replace(state=dataclasses.replace(done.state, sites=sites))
-        if not fine and _over_predictors(plan) and not self.solver.private:
+    def _checked(self, done: RoundsDone, given: PVIState, args: tuple, kwargs: dict, fine: bool) -> RoundsDone:
+        """See :meth:`RoundEngine._checked`: without the finest rule, rounds that end where predictors ask for it are not done."""
+        if not fine and _over_predictors(given.plan) and not self.solver.private:
             moving = done.state.report.total_move > LOOSE_MOVE
-            missed = self._missed(done.state, args, kwargs, moving)
-            back, ran = select(missed, given, done.state), jnp.where(missed, 0, done.done)
-            done = done._replace(state=back, done=ran, missed=missed)
-        return done._replace(state=dataclasses.replace(done.state, plan=plan))
+            missed = self._misses(done.state, args, kwargs, moving)
+            back = select(missed, with_rules(given, fine), done.state)
+            done = done._replace(state=back, done=jnp.where(missed, 0, done.done), missed=missed)
+        return done._replace(state=dataclasses.replace(done.state, plan=given.plan))
 
-    def unseen(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> Evaluation | None:
-        """An evaluation that says nothing, for :meth:`rounds`: see :meth:`numpyro_pvi.runtime.Engine.unseen`."""
-        if self.reads_some or self.runtime.alone is not self.runtime:
-            return None
-        continued, moves = self._moving(state)
-        state = present_alone(with_rules(state, fine))
-        problem, ends = self.problem(state, args, kwargs), self._ends_evaluating(state, moves)
-        seen = self._seen(problem, state, continued)
-        return self._unread(seen, state) if self._opens(seen, ends) else None
+    def _state_problem(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> ProductProblem:
+        """See :meth:`RoundEngine._state_problem`."""
+        return self.problem(state, args, kwargs)
 
-    def _moving(self, state: PVIState) -> tuple[bool, bool]:
-        """Whether some sites are of groups whose rows are not at hand; whether rounds move params, of which sites say nothing."""
-        continued = state.sites.others is not None
-        return continued, bool(state.plan.partition.params) and not continued
-
-    def _ends_evaluating(self, state: PVIState, moves: bool) -> bool:
-        """Whether a round ends with an evaluation of its own: on fresh draws for the next one, or under new params."""
+    def _ends_evaluating(self, problem: ProductFactors, state: PVIState, moves: bool) -> bool:
+        """See :meth:`RoundEngine._ends_evaluating`."""
         plan: Any = state.plan
         return not self.reads_some and (moves or plan.noisy)
 
     def _opens(self, problem: ProductFactors, ends_evaluating: bool) -> bool:
-        """See :meth:`FitsParams._opens`; visits of single groups read their rows."""
+        """See :meth:`RoundEngine._opens`; visits of single groups read their rows."""
         return super()._opens(problem, ends_evaluating) and (ends_evaluating or self.in_turns)
 
+    def _reopens(self, problem: ProductFactors, moves: bool) -> bool:
+        """See :meth:`RoundEngine._reopens`."""
+        # Steps of params are no part of a look, and clients would be asked for more than it needs.
+        return not (moves or self.of_clients) and self.in_turns and self.schedule.opens(problem)
+
     def _seen(self, problem: ProductProblem, state: PVIState, continued: bool) -> ProductFactors:
-        """A state's factors as its rounds see them."""
+        """See :meth:`RoundEngine._seen`."""
         beside = state.sites if self.in_turns else None
         return self._as_seen(self.factors(problem, None, continued, self.in_turns, beside), state.sites)
 
-    def _evaluated(self, seen: ProductFactors, state: PVIState) -> Evaluation:
-        return seen.evaluate(self._bare(state).sites, state.rule, self.noise(state.rng_key))
+    def _evaluated(self, problem: ProductFactors, state: PVIState) -> Evaluation:
+        """See :meth:`RoundEngine._evaluated`."""
+        return problem.evaluate(self._bare(state).sites, state.rule, self.noise(state.rng_key))
 
-    def _unread(self, seen: ProductFactors, state: PVIState) -> Evaluation:
-        return unevaluated(seen, self._bare(state).sites, state.rule, lambda: self._evaluated(seen, state))
+    def _blank(self, problem: ProductFactors, state: PVIState) -> Evaluation:
+        """See :meth:`RoundEngine._blank`."""
+        return unevaluated(problem, self._bare(state).sites, state.rule, lambda: self._evaluated(problem, state))
 
-    def _missed(self, state: PVIState, args: tuple, kwargs: dict, moving: Any) -> Bool[Array, ""]:
+    def _misses(self, state: PVIState, args: tuple, kwargs: dict, moving: Any) -> Bool[Array, ""]:
         """Whether quadrature over predictors misses its tolerance at a state; a looser one while q still moves."""
         error = self.problem(state, args, kwargs).quadrature_error(
             present_alone(state).sites, self.noise(state.rng_key)
         )
         return error > jnp.where(moving, LOOSE_TOLERANCE, TOLERANCE[error.dtype.name])
 
-    def _rounds(
-        self,
-        state: PVIState,
-        args: tuple,
-        kwargs: dict,
-        count: Int[Array, ""],
-        tol: Float[Array, ""],
-        length: int,
-        seen: tuple[Evaluation, Bool[Array, ""]] | None,
-    ) -> RoundsDone:
-        """Rounds by the rules that the state's plan has compiled in: the schedule's own, of visits that are the solver's."""
-        continued, moves = self._moving(state)
-        fixed, state = self.problem(state, args, kwargs), present_alone(state)
+    def _round(self, problem: ProductFactors, state: PVIState, carry: RoundCarry) -> tuple[PVIState, RoundCarry]:
+        """See :meth:`RoundEngine._round`."""
+        done, carry = moved_by(self.schedule, problem, self._bare(state), carry, self.noise(state.rng_key))
+        return self._whole(done, state), carry
 
-        def problem_of(state: PVIState) -> ProductFactors:
-            return self._seen(self.problem(state, args, kwargs) if moves else fixed, state, continued)
-
-        def moved(state: PVIState, carry: RoundCarry) -> tuple[PVIState, RoundCarry]:
-            noise = self.noise(state.rng_key)
-            done, carry = moved_by(self.schedule, problem_of(state), self._bare(state), carry, noise)
-            state = self._whole(done, state)
-            if moves:
-                state = self._with_params(state, args, kwargs)
-            return state, carry._replace(report=state.report)
-
-        given = state, problem_of, moved, (count, tol, length, self.solver)
-        return self._rounds_of_some(*given) if self.reads_some else self._rounds_of_all(*given, moves, seen)
+    def _loop(self, state, problem_of, moved, how: tuple, fine: bool, moves: bool, seen: tuple | None) -> RoundsDone:
+        """See :meth:`RoundEngine._loop`."""
+        if self.reads_some:
+            return self._rounds_of_some(state, problem_of, moved, how)
+        return super()._loop(state, problem_of, moved, how, fine, moves, seen)
 
     def _rounds_of_some(self, state: PVIState, problem_of: Callable, moved: Callable, how: tuple) -> RoundsDone:
-        """Rounds that look at some rows only, and know of no loss but where it is due; arguments as of :meth:`_rounds_of_all`."""
+        """Rounds that look at some rows only, and know of no loss but where it is due; arguments as of :meth:`_loop`."""
 
         def one(state: PVIState, _carry: None, _opening: None) -> tuple[PVIState, None, Array, None]:
             # Nothing of a look at some rows is of use to the next round, and a part of some groups is looked at as such.
@@ -397,42 +346,6 @@ class ProductEngine(FitsParams):
 
         return run_rounds(state, None, one, *how)[0]
 
-    def _rounds_of_all(
-        self, state: PVIState, problem_of: Callable, moved: Callable, how: tuple, moves: bool, seen: tuple | None
-    ) -> RoundsDone:
-        """Rounds that look at all rows.
-
-        ``problem_of``: a state's factors as rounds see them; ``moved``: state and carry after the schedule's round; ``how``: how
-        many rounds, and when they end; ``moves``: whether params move; ``seen``: as of :meth:`rounds`.
-        """
-        ends, begun, opening = self._ends_evaluating(state, moves), problem_of(state), None
-        # Steps of params are no part of a look, and clients would be asked for more than it needs.
-        reopens = ends and not (moves or self.of_clients) and self.in_turns and self.schedule.opens(begun)
-        if self._opens(begun, ends):
-            evaluation, known = (self._unread(begun, state), jnp.array(False)) if seen is None else seen
-            evaluation, opening = evaluation._replace(rule=state.rule), ~known
-        else:
-            known = self.schedule.unvalued(begun, self._bare(state).sites, state.rule)
-            evaluation, reopens = self._evaluated(begun, state) if known is None else known, False
-
-        def one(state: PVIState, carry: RoundCarry, opening: Any) -> tuple[PVIState, RoundCarry, Array, None]:
-            before, counts = state, jnp.array(True) if opening is None else ~opening
-            state, carry = opened(opening, ends and not reopens, state, carry, lambda carry: moved(before, carry))
-            if ends:
-                # Fresh draws for the next round, or params that have moved, need a new evaluation: here, or in a round of its own.
-                evaluation = carry.evaluation if reopens else self._evaluated(problem_of(state), state)
-                finite = sound(evaluation.elbo) | self.solver.private
-                finite = jnp.where(~counts if reopens else counts, finite, state.report.finite)
-                state = _with_report(state, finite=finite)
-                carry = carry._replace(evaluation=evaluation, report=state.report)
-            loss = -carry.evaluation.elbo
-            state, carry = self.tallied(state, carry, counts, loss)
-            return state, carry, loss, None
-
-        first = carry_of(self._bare(state), evaluation)
-        done, carry = run_rounds(state, first, one, *how, opening=opening, reopens=reopens)
-        return done._replace(evaluation=None if seen is None else carry.evaluation)
-
     def _loss_when_due(
         self, state: PVIState, loss: Callable[[], Float[Array, ""]]
     ) -> tuple[Float[Array, ""], Bool[Array, ""]]:
@@ -442,8 +355,10 @@ class ProductEngine(FitsParams):
         found = loss() if self.loss_every == 1 else jax.lax.cond(due, loss, lambda: nobody)
         return found, sound(found) | ~due
 
-    def _with_params(self, state: PVIState, args: tuple, kwargs: dict) -> PVIState:
-        """One optimiser step on the model's params at the round's q held fixed (PVI eq. 5), then the prior re-read."""
+    def _objective(
+        self, problem: ProductFactors, state: PVIState, carry: RoundCarry, args: tuple, kwargs: dict, fine: bool
+    ) -> tuple[Callable[[dict], Float[Array, ""]], Callable[[dict], Any]]:
+        """See :meth:`RoundEngine._objective`."""
         noise, q, plan = self.noise(state.rng_key), posterior(state.prior, state.sites), cast(Any, state.plan)
 
         def at(params: dict) -> ProductProblem:
@@ -455,18 +370,13 @@ class ProductEngine(FitsParams):
                 return -marginal_elbo(at(params), state.sites, self.solver, noise, q)
             return -at(params).elbo(state.sites, noise, q)
 
-        optim_state, params, gains = self.moved_params(loss, state.optim_state, args, kwargs)
-        after = at(params)
-        factors = ProductFactors(after, self.solver)
-        noisy = bool(factors.noisy or factors.stochastic or factors.blind)
-        prior, report = after.prior, with_params(state.report, gains, noisy)
-        return dataclasses.replace(state, optim_state=optim_state, prior=prior, report=report)
+        return loss, lambda params: at(params).prior
 
     def loss(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Float[Array, ""], Bool[Array, ""]]:
         """Negative global ELBO at a state in nats, and whether predictors asked for a finer rule than was compiled in."""
         state = with_rules(state, fine)
         sure = fine or not _over_predictors(state.plan)
-        missed = jnp.array(False) if sure else self._missed(state, args, kwargs, False)
+        missed = jnp.array(False) if sure else self._misses(state, args, kwargs, False)
         return -self.elbo(state, args, kwargs), missed
 
     def elbo(self, state: PVIState, args: tuple, kwargs: dict) -> Float[Array, ""]:

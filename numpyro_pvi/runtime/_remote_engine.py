@@ -128,8 +128,24 @@ def _no_rows(*_: Any) -> Any:
     raise PVIError("a server has no rows to evaluate")
 
 
+class Tallies:
+    """Rounds that ask clients, and count what is sent; a base class of the engines."""
+
+    network: Any
+    of_clients = True
+
+    def tallied(
+        self, state: PVIState, carry: RoundCarry, ends: Bool[Array, ""], loss: Float[Array, ""]
+    ) -> tuple[PVIState, RoundCarry]:
+        """See :meth:`numpyro_pvi.runtime._rounds.RoundEngine.tallied`: what was really sent, repetitions included."""
+        # All that the round asked for must have come before it is counted.
+        after = carry.sites, carry.schedule, carry.report, loss
+        report = carry.report._replace(traffic=spent(self.network, ends, after))
+        return dataclasses.replace(state, report=report), carry._replace(report=report)
+
+
 @dataclasses.dataclass(frozen=True)
-class RemoteEngine(Engine):
+class RemoteEngine(Tallies, Engine):
     """The engine of a fit whose rounds are with clients; what is done before and between them passes over the rows here.
 
     Args:
@@ -142,7 +158,6 @@ class RemoteEngine(Engine):
     fresh: bool = False
     keeps: bool = True
 
-    of_clients = True
     # Whether this process has the rows, too.
     rows_here = True
 
@@ -165,13 +180,6 @@ class RemoteEngine(Engine):
         fields, outside, proper = super().start(plan, packing, args, kwargs, optim_state, loc, sd, local, "prior")
         held = Held(jnp.zeros((plan.partition.table.num_groups, 2), jnp.int32), local)
         return fields | {"sites": dataclasses.replace(fields["sites"], local=held)}, outside, proper
-
-    def tallied(self, state: PVIState, carry: RoundCarry, ends: Bool[Array, ""]) -> tuple[PVIState, RoundCarry]:
-        """See :meth:`Engine.tallied`: what was really sent, repetitions included."""
-        # All that the round asked for must have come before it is counted.
-        after = carry.evaluation.elbo, carry.sites, carry.schedule
-        report = carry.report._replace(traffic=spent(self.network, ends, after))
-        return dataclasses.replace(state, report=report), carry._replace(report=report)
 
     def unasked(self, plan: Plan) -> dict[str, tuple[bool, str]]:
         """What no question is asked about under a Gaussian guide: whether it is there, and why."""
@@ -196,18 +204,18 @@ class RemoteEngine(Engine):
         refuse_remotely(state.plan, self)
         bare_program(state.plan, len(RULES), self)
 
-    def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> Any:
+    def _state_problem(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> Any:
         params, prior = self.constrain(state.plan, args, kwargs, state.optim_state), (state.prior, state.exact)
-        return self._asked(state, args, kwargs, params, prior, others, fine)
+        return self._asked(state, args, kwargs, params, prior, fine)
 
     def _at_params(self, state: PVIState, args: tuple, kwargs: dict, params: dict, fine: bool) -> Any:
-        return self._asked(state, args, kwargs, params, None, None, fine)
+        return self._asked(state, args, kwargs, params, None, fine)
 
-    def _asked(self, state: PVIState, args, kwargs, params: dict, prior: Any, others: Any, fine: bool) -> Any:
+    def _asked(self, state: PVIState, args, kwargs, params: dict, prior: Any, fine: bool) -> Any:
         """The factors of clients, whose prior is read off the model here."""
         self.refuse(state)
         num_rules = len(RULES) - (not fine)
-        own: Any = self.problem(state.plan, state.packing, args, kwargs, params, prior, num_rules, others)
+        own: Any = self.problem(state.plan, state.packing, args, kwargs, params, prior, num_rules)
         if own.matches_moments and keeps_rows(own):
             raise PVIError(
                 f"clients do not go with sites of single rows ({type(self.solver).__name__}(factors='row'), or groups of one row "
@@ -223,7 +231,7 @@ class RemoteEngine(Engine):
         if self.rows_here and state.plan.partition.local is None:
             here = Engine(self.model, self.solver, self.schedule, self.runtime, self.optim, self.num_particles)
             return here.evidence(state, args, kwargs, fine)
-        problem: Any = self._state_problem(state, None, args, kwargs, fine)
+        problem: Any = self._state_problem(state, args, kwargs, fine)
         return self.evidence_at(problem, state, partial(problem.evidence_of_groups, local=state.sites.local))
 
 
@@ -270,8 +278,8 @@ class RowlessEngine(RemoteEngine):
         how = num_rules, self.network.tells_step, fresh, stream, self.keeps, starts, params
         return remote_problem(self, plan, self.network, given, *how)
 
-    def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> Any:
-        return Engine._state_problem(self, state, others, args, kwargs, fine)
+    def _state_problem(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> Any:
+        return Engine._state_problem(self, state, args, kwargs, fine)
 
     def _at_params(self, state: PVIState, args: tuple, kwargs: dict, params: dict, fine: bool) -> Any:
         return Engine._at_params(self, state, args, kwargs, params, fine)
@@ -355,16 +363,16 @@ class SummedEngine(RowlessEngine):
     def _opens(self, problem: Any, fits_params: bool) -> bool:
         return False
 
-    def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> Any:
+    def _state_problem(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> Any:
         # No look tells a server that a finer rule is needed: clients refine on their own, as far as there are rules.
-        return super()._state_problem(state, others, args, kwargs, True)
+        return super()._state_problem(state, args, kwargs, True)
 
 
 # ------------------------------------------------------------------------------------------------ products of families
 
 
 @dataclasses.dataclass(frozen=True)
-class RemoteProductEngine(ProductEngine):
+class RemoteProductEngine(Tallies, ProductEngine):
     """The engine of a fit under families whose rounds are with clients; what is done before and between passes over the rows here.
 
     Args:
@@ -374,8 +382,6 @@ class RemoteProductEngine(ProductEngine):
 
     network: Any = None
     asks: bool = False
-
-    of_clients = True
 
     def problem(self, state: PVIState, args: tuple, kwargs: dict, params: dict | None = None) -> ProductProblem:
         """The factors of a state, those of clients in rounds."""
@@ -404,13 +410,6 @@ class RemoteProductEngine(ProductEngine):
     @property
     def _asking(self) -> RemoteProductEngine:
         return dataclasses.replace(self, asks=True)
-
-    def tallied(self, state: PVIState, carry: RoundCarry, ends: Any, loss: Float[Array, ""]) -> Any:
-        """See :meth:`ProductEngine.tallied`: what was really sent, repetitions included."""
-        # All that the round asked for must have come before it is counted.
-        after = carry.sites, carry.report, loss
-        report = carry.report._replace(traffic=spent(self.network, ends, after))
-        return dataclasses.replace(state, report=report), carry._replace(report=report)
 
     def unasked(self, plan: Any) -> dict[str, tuple[bool, str]]:
         """What no question is asked about under families: whether it is there, and why."""

@@ -339,7 +339,7 @@ def test_a_step_of_params_that_was_refused_claims_nothing_and_is_forgotten_after
 @pytest.mark.once
 def test_a_claim_without_a_look_at_params_is_seen(monkeypatch):
     """The fault: moves of q alone. A guide of its own makes a program of its own, with the fault in it."""
-    monkeypatch.setattr("numpyro_pvi.runtime._engine.with_params", lambda report, gains, noisy: report)
+    monkeypatch.setattr("numpyro_pvi.runtime._rounds.with_params", lambda report, gains, noisy: report)
     result, far = params_fitted(AutoDiagonalNormal, 40)
     assert result.converged and far > 1.0
 

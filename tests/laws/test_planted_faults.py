@@ -146,8 +146,8 @@ class TestFreeEnergyOfASubset:
         fitted = fit(make_linear(), X, Y, groups(3), NaturalGradient(step_size=0.5), StochasticSubset(3), 3)
         engine, found = fitted.pvi._engine, []
         for state in fitted.states[1:3]:
-            problem = engine._state_problem(state, None, (X, Y), {}, False)
-            found.append((engine.carry(problem, state).evaluation, state.sites))
+            problem = engine._state_problem(state, (X, Y), {}, False)
+            found.append((engine._evaluated(problem, state), state.sites))
         return fitted, problem, found
 
     def gap(self):

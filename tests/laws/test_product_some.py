@@ -14,9 +14,9 @@ import pytest
 import numpyro_pvi.runtime._product_rounds as some
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition
 from numpyro_pvi.families import CategoricalFamily
-from numpyro_pvi.runtime._engine import carry_of
 from numpyro_pvi.runtime._product_factors import ProductFactors
 from numpyro_pvi.runtime._product_rounds import batch_rows, local_of, others, own_groups, view_of
+from numpyro_pvi.runtime._rounds import carry_of
 from numpyro_pvi.schedules import StochasticSubset, Synchronous
 from numpyro_pvi.sites import SiteStack, posterior
 from numpyro_pvi.solvers import NaturalGradient, StochasticNaturalGradient

@@ -205,9 +205,7 @@ def test_steps_by_batches_take_shared_curvature_once_and_not_at_every_draw():
     assert work(True) < 0.4 * work(False)
     for solver, once in [(FULL, True), (NaturalGradient(), False)]:
         pvi, state = fitted(solver, TOGETHER, 0)
-        assert (
-            pvi._engine._state_problem(state, None, tuple(map(jnp.asarray, (X, Y))), {}, True).program.at_mean is once
-        )
+        assert pvi._engine._state_problem(state, tuple(map(jnp.asarray, (X, Y))), {}, True).program.at_mean is once
 
 
 @pytest.mark.parametrize("schedule", [Sequential(), pytest.param(Streaming(visits=5), marks=pytest.mark.slow)])
