@@ -38,7 +38,7 @@ from ._posterior_views import FactorWords
 from ._saving import prototype
 from ._state import Plan, PVIState
 from ._state_marginals import natural_of
-from ._user_inputs import Opening, float_dtype, refuse_elsewhere, watched
+from ._user_inputs import Opening, float_dtype, watched
 from ._verified import Contradiction, cannot_go_on, remark
 from .errors import ImproperError, PVIError, StateError
 from .expectations import FactorStructure, with_draws, with_rule
@@ -240,17 +240,27 @@ class FamilyFit:
         self, pvi: Any, state: PVIState, args: tuple, kwargs: dict, rng_key: Any, num_samples: int, by_group: bool
     ) -> Any:
         """In the latents' own supports; of a group, with the latents of its rows beside the shared ones."""
-        refuse_elsewhere(pvi.runtime, "khat of families")
+        elsewhere = pvi.runtime.elsewhere
         q, params = posterior(state.prior, state.sites), pvi._param_values(state)
         fixed = state.plan.partition.model(pvi.model), state.plan, q, args, kwargs
 
         def weights(count: int) -> Any:
             if by_group:
-                return diagnostics.product_group_weights(rng_key, pvi._engine, state, args, kwargs, count)
+                given = rng_key, pvi._engine, state, args, kwargs, count
+                return diagnostics.product_group_weights(*given, likelihood=elsewhere is None)
             return diagnostics.product_weights(rng_key, *fixed, count, params)
 
-        how = {"num_samples": num_samples, "by_group": by_group}
+        def judged(q: Any, sites: Any) -> dict:
+            return elsewhere.judged(state.plan, rng_key, q, sites, params, num_samples)
+
+        how = {"num_samples": num_samples, "by_group": by_group, "elsewhere": None if elsewhere is None else judged}
         return diagnostics.khat_of_product(weights, state, (args, kwargs), **how)
+
+    def judge(
+        self, pvi: Any, plan: Any, rng_key: Any, q: Any, sites: Any, rows: tuple, num_samples: int
+    ) -> list[float]:
+        """See :func:`numpyro_pvi.diagnostics.khat_of_members`."""
+        return diagnostics.khat_of_members(rng_key, pvi.model, plan, q, sites, *rows, num_samples=num_samples)
 
     def shared_to_arviz(
         self, pvi: Any, state: PVIState, args: tuple, kwargs: dict, rng_key: Any, num_samples: int, trace: Any

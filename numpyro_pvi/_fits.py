@@ -165,6 +165,16 @@ class Fit(Protocol):
         """Pareto k-hat of q, or of every group's site: see :mod:`numpyro_pvi.diagnostics`."""
         ...
 
+    def judge(
+        self, pvi: Any, plan: Any, rng_key: Any, q: Any, sites: Any, rows: tuple, num_samples: int
+    ) -> list[float]:
+        """Of groups whose rows are here, at the same draws from a q that is told.
+
+        ``plan``: of these rows; ``q``, ``sites``: natural parameters, those of the groups with a leading axis; ``rows``: their
+        packing, the model's positional and keyword arguments, and constrained values of its params. Returns k-hat of each.
+        """
+        ...
+
     def shared_to_arviz(
         self, pvi: Any, state: PVIState, args: tuple, kwargs: dict, rng_key: Any, num_samples: int, trace: Any
     ) -> Any:
@@ -361,6 +371,13 @@ class GaussianFit:
         by_clients = partial(diagnostics.khat_by_group, elsewhere=pvi.runtime.elsewhere)
         judge = by_clients if by_group else diagnostics.khat
         return judge(rng_key, *fixed, num_samples=num_samples, local=local)
+
+    def judge(
+        self, pvi: Any, plan: Any, rng_key: Any, q: Any, sites: Any, rows: tuple, num_samples: int
+    ) -> list[float]:
+        """See :func:`numpyro_pvi.diagnostics.khat_of_sites`."""
+        fixed = rng_key, FullPlates(plan.partition.model(pvi.model)), plan.partition, plan.family, q, sites
+        return diagnostics.khat_of_sites(*fixed, *rows, num_samples=num_samples)
 
     def shared_to_arviz(
         self, pvi: Any, state: PVIState, args: tuple, kwargs: dict, rng_key: Any, num_samples: int, trace: Any

@@ -33,8 +33,18 @@ from .factors import (
 )
 from .families import GaussianFamily, GaussianNatural, ProductNatural, conditional_moments, member_family
 from .handlers import PRIOR
-from .runtime import JointBlock, ProductEngine, chunk_log_likelihoods, factor_values, latent_values
-from .sites import posterior, tied_site
+from .runtime import (
+    JointBlock,
+    ProductEngine,
+    ProductProblem,
+    Vmap,
+    chunk_log_likelihoods,
+    factor_values,
+    latent_values,
+    sum_of_units,
+    whole_call,
+)
+from .sites import SiteStack, posterior, tied_site
 
 __all__ = [
     "LogScore",
@@ -274,11 +284,7 @@ def _log_weights(model, layouts, family, static, num_samples, rng_key, natural, 
         squares = sum(jnp.sum(x**2) for x in jax.tree.leaves(noise))
         return sum(jnp.sum(x) for x in jax.tree.leaves(terms(noise))) + 0.5 * squares
 
-    shape = (num_samples, layouts[0].dim)
-    noise = (jax.random.normal(rng_key, shape, moments.loc.dtype), None)
-    if local is not None:
-        shape = (num_samples, *local.linear.shape)
-        noise = (noise[0], jax.random.normal(jax.random.fold_in(rng_key, 1), shape, moments.loc.dtype))
+    noise = _standard_normals(rng_key, num_samples, moments.loc, local)
     return map_draws(weight, noise, num_samples, elements_of=terms)
 
 
@@ -293,7 +299,13 @@ def _log_terms(call: ModelCall, point: Float[Array, "D"]) -> dict[str, Array]:
 
 
 def khat_of_product(
-    weights_of: Callable[[int], Any], state: PVIState, read: Any, *, num_samples: int = 1000, by_group: bool = False
+    weights_of: Callable[[int], Any],
+    state: PVIState,
+    read: Any,
+    *,
+    num_samples: int = 1000,
+    by_group: bool = False,
+    elsewhere: Callable[[Any, Any], dict] | None = None,
 ) -> Any:
     """Pareto k-hat of the importance weights from a product of families to the exact posterior: see :func:`khat`.
 
@@ -302,11 +314,12 @@ def khat_of_product(
 
     Args:
         weights_of: from a number of draws S to Float[S], log weights in nats up to a constant; or by group to Float[S F], those of
-            every factor over its site, the prior factor's (if any) first.
+            every factor whose rows are here over its site, the prior factor's (if any) first.
         state: a state; it is only read.
         read: arrays that every draw reads.
         num_samples: draws S from q, at least 100; more are taken as of :func:`khat`.
         by_group: whether factors are judged: see :func:`khat_by_group`.
+        elsewhere: of q and the groups' sites, k-hat by label where holders have the rows; None where they are here.
 
     Returns:
         k-hat, as of :func:`khat`; by group a dict of one by label, ``PRIOR`` first where the prior has a site.
@@ -319,9 +332,9 @@ def khat_of_product(
     check_draws(num_samples, state.plan, q)
     if not by_group:
         return settled(weights_of, num_samples, (q, read))
-    labels = (*((PRIOR,) if part.has_prior_factor else ()), *part.table.labels)
-    found = _settled_each(weights_of, len(labels), num_samples, (q, read))
-    return dict(zip(labels, found, strict=True))
+    labels = (*((PRIOR,) if part.has_prior_factor else ()), *(part.table.labels if elsewhere is None else ()))
+    found = dict(zip(labels, _settled_each(weights_of, len(labels), num_samples, (q, read)), strict=True))
+    return found if elsewhere is None else found | elsewhere(q, state.sites.groups)
 
 
 def product_weights(
@@ -381,27 +394,102 @@ def _weights(
 
 
 def product_group_weights(
-    rng_key: Any, engine: ProductEngine, state: PVIState, args: tuple, kwargs: dict, num_samples: int
+    rng_key: Any,
+    engine: ProductEngine,
+    state: PVIState,
+    args: tuple,
+    kwargs: dict,
+    num_samples: int,
+    likelihood: bool = True,
 ) -> Float[Array, "S F"]:
     """Log weights of every factor over its site at draws of :meth:`ProductFamily.sample`, the prior factor (if any) first.
 
-    Returns in nats, less their values at the first draw; their sum over factors is that of :func:`product_weights`.
+    ``likelihood``: whether the groups' are among them. Returns in nats, less their values at the first draw; their sum over
+    factors is that of :func:`product_weights`.
     """
     arrays, static = split_arguments(args, kwargs)
-    return _factor_weights(engine, static, num_samples, rng_key, state, arrays)
+    return _factor_weights(engine, static, num_samples, rng_key, state, arrays, likelihood=likelihood)
 
 
-@functools.partial(owned_jit, static_argnames=("engine", "static", "num_samples"))
+@functools.partial(owned_jit, static_argnames=("engine", "static", "num_samples", "likelihood"))
 def _factor_weights(
-    engine: ProductEngine, static: tuple, num_samples: int, rng_key: Any, state: PVIState, arrays: list
+    engine: ProductEngine,
+    static: tuple,
+    num_samples: int,
+    rng_key: Any,
+    state: PVIState,
+    arrays: list,
+    likelihood: bool,
 ) -> Array:
-    plan: Any = state.plan
     problem, sites = engine.problem(state, *join_arguments(arrays, static)), state.sites
-    draws = problem.family.sample(posterior(state.prior, sites), rng_key, (num_samples,))
-    families, values, own_sites = dict(problem.family.components), [], sites.groups
+    q = posterior(state.prior, sites)
     if engine.solver.tied:
-        one = tied_site(own_sites, problem.num_groups)
-        own_sites = jax.tree.map(lambda x: jnp.broadcast_to(x, (problem.num_groups, *x.shape)), one)
+        one = tied_site(sites.groups, problem.num_groups)
+        groups = jax.tree.map(lambda x: jnp.broadcast_to(x, (problem.num_groups, *x.shape)), one)
+        sites = dataclasses.replace(sites, groups=groups)
+    return _weights_over_sites(problem, q, sites, rng_key, num_samples, likelihood)
+
+
+def khat_of_members(
+    rng_key: Any,
+    model: Callable,
+    plan: Any,
+    q: ProductNatural,
+    sites: ProductNatural,
+    packing: Any,
+    args: tuple,
+    kwargs: dict,
+    params: dict[str, Any],
+    *,
+    num_samples: int = 1000,
+) -> list[float]:
+    """k-hat of every group whose rows are given, in order, under a product of families: see :func:`khat_of_product`.
+
+    Args:
+        rng_key: random key; all groups are judged at the same draws.
+        model: the NumPyro model.
+        plan: the plan of these rows, none of which has latents of its own.
+        q: natural parameters.
+        sites: those of the groups, with a leading axis.
+        packing: of the rows.
+        args: the model's positional arguments.
+        kwargs: the model's keyword arguments.
+        params: constrained values of the model's ``numpyro.param`` sites.
+        num_samples: draws S from q.
+    """
+    arrays, static = split_arguments(args, kwargs)
+
+    def weights(count: int) -> Any:
+        return _member_weights(model, plan, static, count, rng_key, q, sites, packing, params, arrays)
+
+    return _settled_each(weights, len(plan.partition.table.labels), num_samples, (q, args, kwargs))
+
+
+@functools.partial(owned_jit, static_argnames=("model", "plan", "static", "num_samples"))
+def _member_weights(
+    model: Callable,
+    plan: Any,
+    static: tuple,
+    num_samples: int,
+    rng_key: Any,
+    q: ProductNatural,
+    sites: ProductNatural,
+    packing: Any,
+    params: dict,
+    arrays: list,
+) -> Array:
+    call = ValueCall(plan.partition.model(model), *join_arguments(arrays, static), params=params)
+    # Of the problem nothing is asked but its factors' densities: q is told, and nothing is drawn by it.
+    problem = ProductProblem(plan, call, packing, q, 1, Vmap())
+    return _weights_over_sites(problem, q, SiteStack(sites, None), rng_key, num_samples)
+
+
+def _weights_over_sites(
+    problem: ProductProblem, q: ProductNatural, sites: Any, rng_key: Any, num_samples: int, likelihood: bool = True
+) -> Float[Array, "S F"]:
+    """See :func:`product_group_weights`; ``sites``: one of each factor that is judged."""
+    plan, families, values = problem.plan, dict(problem.family.components), []
+    draws = problem.family.sample(q, rng_key, (num_samples,))
 
     def of_sites(values: dict) -> list[Array]:
         statistics = {n: f.sufficient_statistics(values[n]) for n, f in families.items()}
@@ -409,15 +497,21 @@ def _factor_weights(
         def paired(site: ProductNatural) -> Array:
             return sum((families[n].inner(x, statistics[n]) for n, x in site.parts.items()), start=jnp.zeros(()))
 
-        groups = jax.vmap(paired)(own_sites)
+        prior = () if sites.prior is None else (paired(sites.prior)[None],)
+        if not likelihood:
+            return [*prior]
+        groups = jax.vmap(paired)(sites.groups)
         for name, own in () if sites.local is None else sites.local.parts.items():
             member, natural, mean = member_family(families[name], own, statistics[name])
             groups = groups + plan.sum_by_group(name, jnp.asarray(member.inner(natural, mean)), problem.packing)
-        return [*(() if sites.prior is None else (paired(sites.prior)[None],)), groups]
+        return [*prior, groups]
 
     if sites.prior is not None:
         values.append(factor_values(problem, "prior factor", draws)[0])
-    values.append(factor_values(problem, "likelihood", draws)[0])
+    if likelihood:
+        values.append(factor_values(problem, "likelihood", draws)[0])
+    if not values:
+        return jnp.zeros((num_samples, 0))
     found = jnp.concatenate(values, axis=1) - jnp.concatenate(jax.lax.map(of_sites, draws), axis=1)
     # Where the first draw is outside a factor's support nothing is taken off.
     return found - jnp.where(jnp.isfinite(found[0]), found[0], 0.0)
@@ -447,12 +541,12 @@ def khat_by_group(
     Args:
         rng_key: random key.
         model: the NumPyro model, as factors are read off it.
-        state: a Gaussian fit's state with dense sites, all rows at hand, no local latents; it is only read.
+        state: a Gaussian fit's state with dense sites, all rows at hand; it is only read.
         args: the model's positional arguments. All rows are read.
         kwargs: the model's keyword arguments.
         params: constrained values of the model's ``numpyro.param`` sites.
         num_samples: draws S from q, at least 100; more are taken as of :func:`khat`.
-        local: what :func:`khat` takes; anything but None is refused.
+        local: natural parameters of every unit's local latents given the shared ones, or None.
         elsewhere: who has the rows (:class:`numpyro_pvi.runtime.Elsewhere`), and judges its own site; None where they are here.
 
     Returns:
@@ -460,15 +554,10 @@ def khat_by_group(
         latents it is 0.
 
     Raises:
-        PVIError: for fewer than 100 draws, or a model with local latents.
+        PVIError: for fewer than 100 draws.
         ImproperError: when q is not normalisable.
     """
     plan, part = state.plan, state.plan.partition
-    if local is not None:
-        raise PVIError(
-            "khat(by_group=True) is not there for latents inside the partitioned plate: they are no part of a site. Leave by_group "
-            "out; k-hat of the whole q counts them."
-        )
     q = posterior(state.prior, state.sites)
     check_draws(num_samples, plan, q)
     sites, groups = state.sites.groups, len(part.table.labels)
@@ -479,14 +568,14 @@ def khat_by_group(
         arrays, static = split_arguments(args, kwargs)
         fixed = model, part, plan.family, static
         found[PRIOR] = settled(
-            lambda count: _site_weights(*fixed, count, rng_key, q, state.sites.prior, None, params, arrays),
+            lambda count: _site_weights(*fixed, count, rng_key, q, state.sites.prior, None, params, arrays, None),
             num_samples,
             (q, args, kwargs),
         )
     if elsewhere is not None:
         return found | elsewhere.judged(plan, rng_key, q, sites, params, num_samples)
     fixed = rng_key, model, part, plan.family, q, sites, state.packing, args, kwargs, params
-    own = khat_of_sites(*fixed, num_samples=num_samples)
+    own = khat_of_sites(*fixed, num_samples=num_samples, local=local)
     return found | dict(zip(part.table.labels, own, strict=True))
 
 
@@ -503,6 +592,7 @@ def khat_of_sites(
     params: dict[str, Any],
     *,
     num_samples: int = 1000,
+    local: Any = None,
 ) -> list[float]:
     """k-hat of every group whose rows are given, in order: see :func:`khat_by_group`.
 
@@ -518,11 +608,12 @@ def khat_of_sites(
         kwargs: the model's keyword arguments.
         params: constrained values of the model's ``numpyro.param`` sites.
         num_samples: draws S from q.
+        local: natural parameters of every unit's local latents given the shared ones, or None.
     """
     arrays, static = split_arguments(args, kwargs)
 
     def weights(count: int) -> Any:
-        return _site_weights(model, part, family, static, count, rng_key, q, sites, packing, params, arrays)
+        return _site_weights(model, part, family, static, count, rng_key, q, sites, packing, params, arrays, local)
 
     return _settled_each(weights, len(part.table.labels), num_samples, (q, args, kwargs))
 
@@ -546,12 +637,16 @@ def _site_weights(
     packing: Any,
     params: dict,
     arrays: list,
+    local: Any,
 ) -> Float[Array, "S *M"]:
-    """Log weights of the groups' factors over their sites, at common draws; of the prior factor over its own without a packing."""
-    call = ModelCall(model, part.layout, *join_arguments(arrays, static), params)
-    moments = family.moments(natural)
+    """Log weights of the groups' factors over their sites, at common draws; of the prior factor over its own without a packing.
 
-    def terms(point: Array) -> tuple[Array, Array, Array]:
+    Latents of rows' own are drawn given the shared ones, and count by their density in the model over that in q.
+    """
+    call = whole_call(model, part, *join_arguments(arrays, static), params)
+    moments, own = family.moments(natural), None if local is None else conditional_moments(local)
+
+    def terms(point: Array, noise: Array | None) -> tuple[Array, Array, Array]:
         """A factor's log density, and the log of its site as two terms."""
 
         def of_site(site: Any) -> tuple[Array, Array]:
@@ -560,17 +655,33 @@ def _site_weights(
         if packing is None:
             factor = prior_factor_log_density(call, point, part.prior_latents, part.outside, part.rows)
             return factor, *of_site(sites)
-        return chunk_log_likelihoods(part, packing, call, point), *jax.vmap(of_site)(sites)
+        drawn = None if own is None else own.draw(point, noise)
+        return chunk_log_likelihoods(part, packing, call, point, drawn), *jax.vmap(of_site)(sites)
 
     # Relative to q's location, as of the whole q's weights.
-    centre = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0.0), terms(moments.loc))
+    centre = terms(moments.loc, None if local is None else jnp.zeros_like(local.linear))
+    centre = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0.0), centre)
 
-    def weight(noise: Array) -> Array:
-        factor, linear, square = jax.tree.map(jnp.subtract, terms(family.draw(moments, noise)), centre)
-        return factor - linear - square
+    def differences(noise: tuple[Array, Array | None]) -> tuple[Array, Array, Array]:
+        return jax.tree.map(jnp.subtract, terms(family.draw(moments, noise[0]), noise[1]), centre)
 
-    noise = jax.random.normal(rng_key, (num_samples, family.dim), moments.loc.dtype)
-    return map_draws(weight, noise, num_samples, elements_of=terms)
+    def weight(noise: tuple[Array, Array | None]) -> Array:
+        factor, linear, square = differences(noise)
+        found = factor - linear - square
+        if noise[1] is None:
+            return found
+        return found + 0.5 * sum_of_units(part, packing, jnp.sum(noise[1] ** 2, axis=-1))
+
+    noise = _standard_normals(rng_key, num_samples, moments.loc, local)
+    return map_draws(weight, noise, num_samples, elements_of=differences)
+
+
+def _standard_normals(rng_key: Any, num_samples: int, loc: Float[Array, "D"], local: Any) -> tuple[Array, Array | None]:
+    """Of the shared latents, and of every unit's own where ``local``, their natural parameters, is not None."""
+    noise = jax.random.normal(rng_key, (num_samples, *loc.shape), loc.dtype)
+    if local is None:
+        return noise, None
+    return noise, jax.random.normal(jax.random.fold_in(rng_key, 1), (num_samples, *local.linear.shape), loc.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------- unseen rows

@@ -679,8 +679,7 @@ def plot_khat(
 
     Returns:
         The matplotlib axes: one point per group, by ``pvi.khat(by_group=True)``, and last the whole q's, by ``pvi.khat``; lines at
-        .5 and .7. An infinite one is an arrow at the upper edge. Where k-hat by group is not to be had (latents inside the plate
-        under a Gaussian guide) the whole q's is drawn alone, under a title that says so.
+        .5 and .7. An infinite one is an arrow at the upper edge.
 
     Raises:
         PVIError: for fewer than 100 draws, or without matplotlib (extra ``plots``).
@@ -689,13 +688,7 @@ def plot_khat(
     """
     plt = _pyplot()
     whole = pvi.khat(state, *args, rng_key=rng_key, num_samples=num_samples, **kwargs)
-    found: dict[Any, float] = {}
-    title = ""
-    try:
-        found |= pvi.khat(state, *args, rng_key=rng_key, num_samples=num_samples, by_group=True, **kwargs)
-    except PVIError as error:
-        # Whatever else is wrong, the whole q's has been refused for already.
-        title = str(error).partition(". ")[0].partition(": ")[0]
+    found = pvi.khat(state, *args, rng_key=rng_key, num_samples=num_samples, by_group=True, **kwargs)
     values = np.asarray([*found.values(), whole], float)
     ticks = [*(str(label) for label in found), "whole q"]
     if ax is None:
@@ -711,8 +704,6 @@ def plot_khat(
     for at in positions[np.isposinf(values)]:
         ax.plot(at, top, marker="^", color=colors[at], clip_on=False, zorder=3)
     ax.set_xticks(positions, ticks, rotation=45 if len(ticks) > 8 else 0, ha="right" if len(ticks) > 8 else "center")
-    if title:
-        ax.set_title(title, fontsize="small", wrap=True)
     ax.set(ylabel="Pareto k-hat", ylim=(bottom, top), xlim=(-0.6, len(ticks) - 0.4))
     return ax
 

@@ -662,7 +662,7 @@ class PVI(SVI):
                 k-hat is above .7 although the effective sample size is above half of the draws, unless the data are large: a
                 tenth of a thousand draws is too much to be the tail of a q that is nearly right.
             by_group: judge every group's site by itself: k-hat of the weights ``p(y_m | theta) / t_m(theta)``, from q to q with the
-                exact factor of group m in its site's place. Under a Gaussian guide only without local latents, which no site has.
+                exact factor of group m in its site's place. Rows' own latents count by their density in the model over that in q.
                 Clients that have their own rows judge their own sites, at the same draws, and tell that number alone.
             kwargs: the model's keyword arguments.
 

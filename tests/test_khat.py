@@ -10,10 +10,13 @@ import numpyro.distributions as dist
 import pytest
 from numpyro.infer.autoguide import AutoMultivariateNormal
 
-from numpyro_pvi import PVI, PVIError
-from numpyro_pvi.diagnostics import USABLE, log_importance_weights, map_draws, pareto_khat, settled
-from numpyro_pvi.factors import Layout
+from numpyro_pvi import PRIOR, PVI, Partition, PVIError, diagnostics
+from numpyro_pvi._state_marginals import by_unit
+from numpyro_pvi.diagnostics import USABLE, _site_weights, log_importance_weights, map_draws, pareto_khat, settled
+from numpyro_pvi.factors import Layout, split_arguments
 from numpyro_pvi.families import MultivariateNormalFamily, NormalFamily
+from numpyro_pvi.handlers import FullPlates
+from numpyro_pvi.sites import posterior
 
 NOISE = 0.7
 PRIOR_SD = 2.0
@@ -169,6 +172,67 @@ class TestOfAFit:
         assert pvi.khat(result.state, *data, rng_key=rng_key, num_samples=200) < 0.3
         with pytest.raises(PVIError, match="at least 100 draws"):
             pvi.khat(result.state, *data, rng_key=rng_key, num_samples=99)
+
+
+def with_effects(x, y):
+    """Effects of single rows are exact under a Gaussian guide, and of the prior factor's spread none are."""
+    spread = numpyro.sample("spread", dist.HalfNormal(1.0))
+    with numpyro.plate("rows", x.shape[0]):
+        effect = numpyro.sample("effect", dist.Normal(0.0, spread))
+        numpyro.sample("y", dist.Normal(x[:, 0] + effect, NOISE), obs=y)
+
+
+def of_two_layers(x, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+    with numpyro.plate("rows", x.shape[0]):
+        effect = numpyro.sample("effect", dist.Normal(w, 0.5))
+        numpyro.sample("y", dist.Normal(x[:, 0] + effect, NOISE), obs=y)
+
+
+class TestByGroupWithRowsOwnLatents:
+    """A group's weight is the joint density of its rows and their latents, over what q says of these and over its site."""
+
+    LABELS = np.repeat(["b", "a", "c"], [14, 9, 7])
+
+    def weights(self, model, data, rng_key):
+        pvi = PVI(Partition(model, "rows", self.LABELS), AutoMultivariateNormal(model))
+        state = pvi.run(rng_key, 30, *data, progress_bar=False).state
+        plan, part = state.plan, state.plan.partition
+        q, local, split = posterior(state.prior, state.sites), by_unit(state), FullPlates(part.model(model))
+        whole = log_importance_weights(
+            rng_key, split, part.layout, plan.family, q, data, {}, {}, num_samples=50, local=(part.local, local)
+        )
+        arrays, static = split_arguments(data, {})
+        fixed = split, part, plan.family, static, 50, rng_key, q
+        found = _site_weights(*fixed, state.sites.groups, state.packing, {}, arrays, local)
+        if part.has_prior_factor:
+            prior = _site_weights(*fixed, state.sites.prior, None, {}, arrays, None)
+            found = jnp.concatenate([prior[:, None], found], axis=1)
+        return pvi, state, np.asarray(whole), np.asarray(found)
+
+    @pytest.mark.parametrize("fault", [False, True], ids=["as it is", "fault"])
+    def test_weights_of_factors_add_up_to_those_of_q(self, data, rng_key, x64, fault, monkeypatch):
+        """The fault: what q says of the rows' latents is left out."""
+        if fault:
+            monkeypatch.setattr(diagnostics, "sum_of_units", lambda part, packing, x: jnp.zeros((3,), x.dtype))
+            jax.clear_caches()
+        pvi, state, whole, found = self.weights(with_effects, data, rng_key)
+        assert found.shape == (50, 4)
+        gap = found.sum(axis=1) - whole
+        gap = np.abs(gap - gap[0]).max()
+        assert gap < (1e-9 if x64 else 1e-3) * max(1.0, np.abs(whole).max()) or (fault and gap > 1.0)
+        assert fault == (gap > 1.0)
+        if fault:
+            jax.clear_caches()
+            return
+        khats = pvi.khat(state, *data, rng_key=rng_key, num_samples=200, by_group=True)
+        assert list(khats) == [PRIOR, "a", "b", "c"] and np.isfinite(list(khats.values())).all()
+
+    def test_exact_sites_have_equal_weights(self, data, rng_key, x64):
+        pvi, state, _, found = self.weights(of_two_layers, data, rng_key)
+        assert found.shape == (50, 3) and np.abs(found).max() < (1e-8 if x64 else 5e-3)
+        khats = pvi.khat(state, *data, rng_key=rng_key, num_samples=200, by_group=True)
+        assert not x64 or khats == {"a": 0.0, "b": 0.0, "c": 0.0}
 
 
 class TestFewDraws:

@@ -197,20 +197,6 @@ def test_khat_of_families_has_groups_too(rates):
     assert [t.get_text() for t in ax.get_xticklabels()] == [*map(str, state.groups), "whole q"]
 
 
-def test_khat_without_groups_is_the_whole_one():
-    class Whole:
-        def khat(self, state, *args, by_group=False, **kwargs):
-            if by_group:
-                raise PVIError(
-                    "khat(by_group=True) is not there for latents inside the partitioned plate: they are no part of it."
-                )
-            return 0.3
-
-    ax = plot_khat(Whole(), None, rng_key=KEY)
-    assert [t.get_text() for t in ax.get_xticklabels()] == ["whole q"]
-    assert "by_group" in ax.get_title()
-
-
 def test_every_style_of_this_arviz(fitted, data):
     import arviz  # noqa: F401 - adds its styles to matplotlib's
 

@@ -18,7 +18,7 @@ from .._closures import Followed
 from .._compiling import Program, precisely
 from .._fits import begin_fit
 from .._state_marginals import own_distributions, rows_by_unit
-from ..diagnostics import MIN_SAMPLES, khat_of_sites
+from ..diagnostics import MIN_SAMPLES
 from ..errors import PVIError, WireError
 from ..factors import ModelCall, abstract_trace, join_arguments, row_arguments, signature_of, split_arguments
 from ..families import conditional_moments
@@ -329,14 +329,13 @@ class Client(Respondent):
         if not MIN_SAMPLES <= count <= most:
             raise PVIError(f"k-hat is of {MIN_SAMPLES} to {most} draws, and {count} are asked for")
         assert self._begun is not None
-        begun, family = self._begun[1], self._answers.family
-        part, site = begun.plan.partition, jax.tree.structure(self._answers.site)
+        begun, site = self._begun[1], jax.tree.structure(self._answers.site)
         q, key, params = told[: site.num_leaves], told[site.num_leaves], told[site.num_leaves + 1 :]
         values = jax.tree.structure(begun.planned.params).unflatten([jnp.asarray(x) for x in params])
         at = site.unflatten([jnp.asarray(x) for x in q]), site.unflatten([jnp.asarray(x)[None] for x in own])
         drawn = jax.random.wrap_key_data(jnp.asarray(key), impl=how["key"])
-        fixed = drawn, FullPlates(part.model(self._pvi.model)), part, family, *at, begun.planned.packing
-        (found,) = khat_of_sites(*fixed, self._args, self._kwargs, values, num_samples=count)
+        rows = begun.planned.packing, self._args, self._kwargs, values
+        (found,) = self._pvi._fit.judge(self._pvi, self._answers.plan, drawn, *at, rows, count)
         return np.asarray(found, np.float64)
 
     @precisely()

@@ -21,8 +21,9 @@ from ._product_plan import (
     value_shapes,
     with_tilted,
 )
+from ._product_problem import ProductProblem
 from ._product_tilted import jointly_affine
-from ._programs import chunk_log_likelihoods, first_conditionals, whole_call
+from ._programs import chunk_log_likelihoods, first_conditionals, sum_of_units, whole_call
 from ._remote_engine import (
     RemoteEngine,
     RemoteProductEngine,
@@ -50,6 +51,7 @@ __all__ = [
     "RowlessEngine",
     "SummedEngine",
     "chunk_log_likelihoods",
+    "sum_of_units",
     "whole_call",
     "solver_of_prior",
     "Engine",
@@ -61,6 +63,7 @@ __all__ = [
     "LookedAtLess",
     "ProductEngine",
     "ProductPlan",
+    "ProductProblem",
     "RowLatent",
     "Runtime",
     "RuntimeDefaults",

@@ -165,7 +165,7 @@ class Answers:
         units: Units | None = None,
         params: Any = None,
     ):
-        self.family, self.solver, self._programs, self._plan = plan.family, solver, programs, plan
+        self.family, self.solver, self._programs, self.plan = plan.family, solver, programs, plan
         self._rows = jax.tree.map(jnp.asarray, (dynamic, packing, prior, units))
         self._params = jax.tree.map(jnp.asarray, {} if params is None else params)
         self.dtype = jax.tree.leaves(prior[0])[0].dtype
@@ -180,7 +180,7 @@ class Answers:
     @property
     def structure(self) -> str:
         """What was found of the factor."""
-        return self._plan.partition.likelihood
+        return self.plan.partition.likelihood
 
     def _shapes_of_q(self) -> Any:
         return jax.eval_shape(lambda: self.family.moments(self.family.zeros((), self.dtype)))
@@ -443,7 +443,7 @@ class ProductAnswers(Answers):
     @property
     def structure(self) -> str:
         """What was found of the factor."""
-        return str(self._plan.likelihood)
+        return str(self.plan.likelihood)
 
     def _shapes_of_q(self) -> Any:
         return self.site
@@ -451,13 +451,13 @@ class ProductAnswers(Answers):
     def _first_memory(self) -> Any:
         if self._undecided:
             return ()
-        if not self._plan.tilted:
+        if not self.plan.tilted:
             return super()._first_memory()
         _, packing, (prior, _), _ = self._rows
         call: Any = None
-        problem = ProductProblem(self._plan, call, packing, prior, 1, Vmap())
+        problem = ProductProblem(self.plan, call, packing, prior, 1, Vmap())
         memory = take(first_match_states(problem, self.solver, self.dtype)[0], 0)
-        return with_chains(self.solver, memory, self._plan.chain_dim, self.dtype) if self._plan.chained else memory
+        return with_chains(self.solver, memory, self.plan.chain_dim, self.dtype) if self.plan.chained else memory
 
     def ask_held(self, *_: Any) -> Any:
         """Nothing is kept beside sites."""
@@ -488,7 +488,7 @@ class ProductAnswers(Answers):
 
     def _probs(self, arrays: tuple) -> dict[str, Any]:
         """Weights of the values of components that are summed over, by component."""
-        names = sorted(name for name, _ in self._plan.likelihood.cells)
+        names = sorted(name for name, _ in self.plan.likelihood.cells)
         return dict(zip(names, (jnp.asarray(x) for x in arrays), strict=True))
 
     def visit(
@@ -514,13 +514,13 @@ class ProductAnswers(Answers):
     @property
     def _undecided(self) -> bool:
         """Whether it is still to be found how moments are taken: nobody visits before."""
-        return self.solver.matches_moments and not self._plan.tilted
+        return self.solver.matches_moments and not self.plan.tilted
 
     def _beside(self, own: tuple) -> SiteStack | None:
         """The group's own site, of which it is told what stands beside its factor on draws; None where it is told nothing."""
         if not own:
             return None
-        drawn = self._plan.likelihood.drawn
+        drawn = self.plan.likelihood.drawn
         parts = dict(self.family.zeros((1,), self.dtype).parts)
         told = {n: x for n, x in parts.items() if n in drawn}
         structure = jax.tree.structure(told)

@@ -287,15 +287,35 @@ def _chunk_log_likelihood(
 
 
 def chunk_log_likelihoods(
-    part: PartitionPlan, packing: Packing | GroupMasks, call: ModelCall, point: Float[Array, "D"]
+    part: PartitionPlan,
+    packing: Packing | GroupMasks,
+    call: ModelCall,
+    point: Float[Array, "D"],
+    local: Float[Array, "U K"] | None = None,
 ) -> Float[Array, "M"]:
-    """Every group's log-likelihood at a point, each from its own rows alone, in nats."""
+    """Every group's log-likelihood at a point, each from its own rows alone, in nats.
 
-    def one(chunk: Any) -> Array:
-        return _chunk_log_likelihood(part, packing, lambda c: part.reading.call(call, c), (chunk, None), point)
+    ``local``: where rows have latents of their own, values of every unit's; their density given the shared latents is then in it.
+    """
+    slots = None if local is None else unit_slots(part, packing)
 
-    values = jax.lax.map(one, packing.chunks)
+    def one(xs: tuple) -> Array:
+        chunk, place = xs
+        own = None if local is None else local[place[0]]
+        return _chunk_log_likelihood(part, packing, lambda c: part.reading.call(call, c), (chunk, None), point, own)
+
+    return sum_of_chunks(packing, jax.lax.map(one, (packing.chunks, slots)))
+
+
+def sum_of_chunks(packing: Packing | GroupMasks, values: Float[Array, "C"]) -> Float[Array, "M"]:
+    """Numbers of chunks of rows, summed by group."""
     return jax.ops.segment_sum(values, packing.chunk_group, packing.offsets.shape[0] - 1, indices_are_sorted=True)
+
+
+def sum_of_units(part: PartitionPlan, packing: Packing | GroupMasks, values: Float[Array, "U"]) -> Float[Array, "M"]:
+    """Numbers of rows that have latents of their own, summed by group."""
+    units, mask = unit_slots(part, packing)
+    return sum_of_chunks(packing, jnp.sum(jnp.where(mask, values[units], 0.0), axis=1))
 
 
 def first_conditionals(plan: Plan, packing: Packing | GroupMasks, loc, sd) -> ConditionalNatural:
