@@ -174,6 +174,7 @@ def _with_groups(state: PVIState, arrival: Arrival, slots: np.ndarray, signature
         signature=signature,
         absent=tuple(state.plan.absent[i] for i in kept),
         padded_rows=arrival.padded_rows,
+        arrived=True,
     )
     sites = SiteStack(groups, state.sites.prior, None, others)
     return dataclasses.replace(state, sites=sites, packing=arrival.packing, plan=plan)

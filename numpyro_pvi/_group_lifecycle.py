@@ -97,11 +97,11 @@ def other_rows(partition: Any, state: PVIState) -> str:
     """Why labels that a Partition has for as many rows as a state has cannot be those of the state's rows.
 
     A state goes by its own labels. Rows in another order, or under other labels, would be taken for its groups' without a word.
-    Returns a sentence without its end; empty where they agree, and where they are about other rows: of another number, or of
-    groups none of which is present.
+    Returns a sentence without its end; empty where they agree, and where they are about other rows: of another number, of groups
+    none of which is present, or that came with labels of their own.
     """
     own, table = None if partition is None else partition.labelled(), state.plan.partition.table
-    if own is None or own.num_rows != table.num_rows or not set(own.labels) & set(table.labels):
+    if own is None or state.plan.arrived or own.num_rows != table.num_rows or not set(own.labels) & set(table.labels):
         return ""
     if own.labels != table.labels:
         gone, new = ([x for x in a.labels if x not in b] for a, b in ((table, own), (own, table)))

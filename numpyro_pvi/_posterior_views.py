@@ -167,7 +167,9 @@ def limits(state: PVIState, report: RoundReport) -> tuple[str, ...]:
     moved, far = float(report.total_move), float(report.estimate) > 4 * float(report.total_move)
     far = far and not bool(within_noise(report, _floor(state)))
     # Whole steps, of which as much comes again as there is left: nothing but the contraction itself takes its time.
-    whole = bool(np.max(report.step) > 0.5) and moved >= 0.5 * float(report.estimate) * (1 - float(report.rate))
+    whole = bool(np.max(report.step, initial=0.0) > 0.5) and moved >= 0.5 * float(report.estimate) * (
+        1 - float(report.rate)
+    )
     if float(report.rate) > _SLOW or (far and whole):
         wanted = "small steps want larger ones"
         if not state.plan.family.full:

@@ -45,6 +45,8 @@ class Plan:
     chained: bool = False
     # "rows" or "latents" where sites are two numbers per row, the latter with one predictor per latent; else None.
     rows: str | None = None
+    # Whether the rows at hand came by add_group or revisit, so that no Partition has their labels.
+    arrived: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Its fields: what was worked out of them is not of another process, where words have other hashes."""
@@ -69,7 +71,9 @@ class Plan:
         """
         if (sizes, labels) not in self._reduced:
             part = without_labels(self.partition, self.padded_rows, sizes, labels)
-            self._reduced[sizes, labels] = dataclasses.replace(self, partition=part, signature=None, absent=())
+            self._reduced[sizes, labels] = dataclasses.replace(
+                self, partition=part, signature=None, absent=(), arrived=False
+            )
         return self._reduced[sizes, labels]
 
     @property

@@ -351,7 +351,7 @@ def _turn_of_units(order: np.ndarray, dim: int, local: LocalLayout) -> np.ndarra
 
     ``order``: of all latents, as places in (theta, z of unit 0, z of unit 1, ...).
     """
-    if not dim or order[:dim].max() >= dim:
+    if not (dim and local.size) or order[:dim].max() >= dim:
         return None
     place = np.argsort(order)[dim:].reshape(local.size, local.width)
     turns = np.argsort(place, axis=1)

@@ -266,7 +266,7 @@ def count_rows(
     else:
         rows = _traced_rows(plan, model, args, kwargs, who)
     if min(rows.values()) < 1:
-        raise DataError(f"{who} has no rows: pass at least one, or leave the group out.")
+        raise DataError(f"{who}: there are no rows. Pass at least one, or leave the group out.")
     return rows
 
 

@@ -325,16 +325,19 @@ class DirichletPairs(PairDefaults):
     def points(self, coordinates, signs):
         """The point for each sign, batch x K; entries sum to one."""
         # log x_+- = mu +- c on the largest entry (A) and mu -+ d on the others (B), c and d such that both sum to one:
-        # with x = e^c, S_A x^2 + (S_B^2 - S_A^2 - 1) x + S_A = 0 and e^d = S_B / (1 - S_A x).
+        # with x = e^c, S_A x^2 + (S_B^2 - S_A^2 - 1) x + S_A = 0, and the same of e^d with A and B exchanged. Both roots are made
+        # of sums and products of positive numbers: a distribution that is validated has no density beside the simplex.
         log = coordinates.first
         largest = jax.lax.stop_gradient(log == jnp.max(log, axis=-1, keepdims=True))
         largest = largest & (jnp.cumsum(largest, axis=-1) == 1)
         a = jnp.sum(jnp.where(largest, jnp.exp(log), 0.0), axis=-1, keepdims=True)
         b = jnp.sum(jnp.where(largest, 0.0, jnp.exp(log)), axis=-1, keepdims=True)
-        middle = 0.5 * (1 + a**2 - b**2)
-        x = (middle + jnp.sqrt(middle**2 - a**2)) / a
-        shift = jnp.where(largest, jnp.log(x), -jnp.log(b / (1 - a * x)))
-        return jnp.exp(log + jnp.asarray(signs)[..., None] * shift)
+        root = 0.5 * jnp.sqrt((1 - a - b) * (1 - a + b) * (1 + a - b) * (1 + a + b))
+        c = jnp.log((0.5 * (a**2 + (1 - b) * (1 + b)) + root) / a)
+        d = jnp.log((0.5 * (b**2 + (1 - a) * (1 + a)) + root) / b)
+        found = jnp.exp(log + jnp.asarray(signs)[..., None] * jnp.where(largest, c, -d))
+        # What exponentials are rounded to still adds up, and does so whatever the coordinates.
+        return found / jax.lax.stop_gradient(jnp.sum(found, axis=-1, keepdims=True))
 
     def message(self, coordinates, gradient):
         """``dF/dE log x``: coordinates are mean parameters."""

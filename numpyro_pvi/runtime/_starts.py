@@ -302,7 +302,10 @@ def start_arrivals(
     report = fields["report"]._replace(clock=last.clock, messages=last.messages, consensus=last.consensus)
     # Sites that were fitted before are as settled as they were: a first round at loose accuracy would only be refused.
     report = report._replace(total_move=jnp.where(jnp.all(known), last.total_move, report.total_move))
-    fields |= {"sites": sites, "rule": first_rule(problem.dtype), "report": report}
+    rule, before = first_rule(problem.dtype), state.rule.points
+    # What draws have said of points holds of the same density: a narrow q says nothing against points that were wrong around it.
+    rule = rule._replace(points=rule.points._replace(sampled=before.sampled, anchor=before.anchor, finer=before.finer))
+    fields |= {"sites": sites, "rule": rule, "report": report}
     call = whole_call(engine.model, plan.partition, args, kwargs, params)
     return fields, compare(problem, plan, packing, call, moments, key)
 

@@ -25,6 +25,7 @@ from ._network import (
     Late,
     Link,
     bounded_step,
+    check_delays,
     delay_sampler,
     delays_by_label,
     first_discount,
@@ -388,7 +389,7 @@ class Asynchronous(ScheduleDefaults):
                 f"last of them is absorbed after {count - 1} changes. Write max_staleness={count - 1} or more."
             )
         if self.delays is not None and not self.at_their_pace:
-            delay_sampler(self.delays, problem, dtype)
+            check_delays(self.delays, problem, dtype)
         none, stack = jnp.zeros((count,), jnp.int32), family.zeros((count,), dtype)
         late = None
         if self.duplicate_rate or self.reorder:

@@ -256,7 +256,7 @@ def pace(
     jitter = asked * jnp.sqrt(0.5 * jnp.asarray(late, moved.dtype))
     averaged = jnp.where(jitter <= LARGEST_NOISE, late * asked, jitter)
     asked = jnp.where(jnp.asarray(late) < 1, averaged, asked)
-    to_come = moved * jnp.max(last.step) / jnp.where(step > 0, step, 1.0) / (1.0 - rate)
+    to_come = moved * jnp.max(last.step, initial=0.0) / jnp.where(step > 0, step, 1.0) / (1.0 - rate)
     ahead = jnp.where(compares, to_come, jnp.minimum(last.estimate, asked / (1.0 - rate)))
     ahead = jnp.where(mixed, 0.0, ahead)
     estimate = jnp.maximum(jnp.maximum(asked, moved), ahead)
@@ -382,7 +382,8 @@ def settled(report: RoundReport, tol: Any, floor: Any) -> Any:
 
 def within_noise(report: RoundReport, floor: Any) -> Any:
     """Whether what is left is no more than what the noise of sampled moments asks for; never where nothing is sampled."""
-    step = report.step.max()
+    # Without any group at hand there is no step.
+    step = report.step.max(initial=0.0)
     # An infinite move times no step would be a warning of NumPy's.
     moved = report.estimate.clip(max=_HUGE) * step
     explained = (moved <= _NOISES * floor) & ((step > 0) | (report.estimate <= 0))

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..errors import PVIError
 from ..families import Moments, marginal_distance
 from ..sites import MAX_HALVINGS, select, swings, take
-from ..solvers import ByLabel, by_label, freeze, resolve
+from ..solvers import ByLabel, by_label, check_labels, freeze, resolve
 from ._contract import Problem
 
 
@@ -224,7 +224,7 @@ def delays_by_label(delays: Any) -> bool:
 
 
 def delay_sampler(delays: Any, problem: Any, dtype: Any) -> Callable[[Any, Any], Float[Array, ""]]:
-    """How long a group's next visit takes.
+    """How long a group's next visit takes; labels are looked at by :func:`check_delays`.
 
     ``delays``: what :func:`freeze_delays` made; not None. Returns a function of a key and a group's index. Raises PVIError for
     delays that do not fit the groups.
@@ -249,6 +249,18 @@ def delay_sampler(delays: Any, problem: Any, dtype: Any) -> Callable[[Any, Any],
     return lambda key, m: fixed[m]
 
 
+def check_delays(delays: Any, problem: Any, dtype: Any) -> None:
+    """Refuse delays that do not fit the groups, where a fit begins. Raises PVIError naming the group."""
+    delay_sampler(delays, problem, dtype)
+    if isinstance(delays, MeasuredDelays):
+        measured = ByLabel(tuple((label, 1.0) for label, _ in delays.seconds))
+        check_labels(measured, "delays=measured_delays(seconds)", problem)
+    elif isinstance(delays, tuple) and not isinstance(delays, ByLabel) and delays[0] == "exponential":
+        check_labels(delays[1], "delays=('exponential', means)", problem)
+    else:
+        check_labels(delays, "delays", problem)
+
+
 def _check_drawn(draw: Callable[..., Any], problem: Any) -> None:
     """Look at what a function of delays returns for a few keys: durations, one for each group."""
     count, who = problem.num_groups, f"Asynchronous(delays={getattr(draw, '__name__', draw)!s})"
@@ -271,7 +283,6 @@ def _check_drawn(draw: Callable[..., Any], problem: Any) -> None:
 
 def _resampled(delays: MeasuredDelays, problem: Any, dtype: Any) -> Callable[[Any, Any], Float[Array, ""]]:
     known = dict(delays.seconds)
-    resolve(ByLabel(tuple((label, 1.0) for label in known)), "delays=measured_delays(seconds)", problem, 1.0)
     if missing := [label for label in problem.labels if label not in known]:
         raise PVIError(
             f"delays=measured_delays(seconds) has no durations of group {missing[0]!r}; measure every group."

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..errors import PVIError
 from ..sites import MAX_HALVINGS, SiteStack, damp, select
-from ..solvers import ByLabel, LocalResult, by_label, freeze, resolve
+from ..solvers import ByLabel, LocalResult, by_label, check_labels, freeze, resolve
 from ._acceptance import Averaging, accept_jointly, accept_once, average_late, averaging_step, no_averaging, taken_whole
 from ._contract import Evaluation, Part, Problem, RoundCarry, ScheduleDefaults, check_visits
 from ._convergence import round_report, with_prior
@@ -149,7 +149,9 @@ class StochasticSubset(ScheduleDefaults):
         if self._count(problem) > count:
             raise PVIError(f"StochasticSubset(k={self.k}): there are only {count} groups.")
         if self.rates is not None:
+            check_labels(self.rates, "StochasticSubset(rates)", problem)
             resolve(self.rates, "StochasticSubset(rates)", problem, 1.0)
+        check_labels(self.damping, "StochasticSubset(damping)", problem)
         if problem.in_turns:
             # Rounds of other groups each time are no iteration of one map.
             return Synchronous(self.damping).init(problem, dtype)._replace(mixing=None)

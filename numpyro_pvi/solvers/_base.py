@@ -515,6 +515,11 @@ class Labelled(Protocol):
         """Whether there are groups whose rows are not at hand."""
         ...
 
+    @property
+    def known(self) -> Any:
+        """Bool[M], which groups had a site before their rows came back; None when none had."""
+        ...
+
 
 class ByLabel(NamedTuple):
     """A hashable dict: pairs of label and value."""
@@ -564,26 +569,33 @@ def resolve(value: Any, argument: str, problem: Labelled, default: float) -> np.
     """One number per group.
 
     ``value``: what :func:`freeze` made; ``argument``: how the setting is written, for messages; ``problem``: the factors;
-    ``default``: for groups that a dict does not name. Returns Float[M]. Raises PVIError for a wrong number of values, or a
-    label that no group has.
+    ``default``: for groups that a dict does not name; labels that no group has are left to :func:`check_labels`. Returns
+    Float[M]. Raises PVIError for a wrong number of values.
     """
     count = problem.num_groups
     if isinstance(value, float):
         return np.full(count, value)
     if isinstance(value, ByLabel):
-        found, labels = np.full(count, default), list(problem.labels)
-        for label, x in value.items:
-            if label not in labels:
-                if problem.continued:
-                    # One of those whose rows are not at hand.
-                    continue
-                known = ", ".join(repr(known) for known in labels[:10]) + (", ..." if count > 10 else "")
-                raise PVIError(f"{argument} names group {label!r}, which is not there; the groups are {known}.")
-            found[labels.index(label)] = x
-        return found
+        own = dict(value.items)
+        return np.asarray([own.get(label, default) for label in problem.labels], float)
     if len(value) != count:
         raise PVIError(
             f"{argument} has {len(value)} numbers for {count} groups; give one per group in the order of pvi.groups, "
             "one for all, or a dict by label."
         )
     return np.asarray(value)
+
+
+def check_labels(value: Any, argument: str, problem: Labelled) -> None:
+    """Refuse a setting by label that names a group which is not there, where a fit begins.
+
+    Later it may be one whose rows are not at hand, or that was forgotten. ``value``: what :func:`freeze` made; ``argument``: how
+    the setting is written; ``problem``: the factors. Raises PVIError naming the group, and those that there are.
+    """
+    if not isinstance(value, ByLabel) or problem.continued or problem.known is not None:
+        return
+    labels = list(problem.labels)
+    for label, _ in value.items:
+        if label not in labels:
+            known = ", ".join(repr(known) for known in labels[:10]) + (", ..." if len(labels) > 10 else "")
+            raise PVIError(f"{argument} names group {label!r}, which is not there; the groups are {known}.")

@@ -15,7 +15,7 @@ from ..errors import PVIError
 from ..expectations import Expected, Moments
 from ..families import GaussianFamily, GaussianNatural, ProductFamily, ProductNatural, member_roots
 from ..sites import MAX_HALVINGS, back_off, damp, select
-from ._base import ByLabel, Labelled, LocalResult, TiltedFactor, by_label, freeze, resolve
+from ._base import ByLabel, Labelled, LocalResult, TiltedFactor, by_label, check_labels, freeze, resolve
 from ._matching import MatchesMoments, MatchState, after_match, check_moments, check_share, own_step
 
 # -------------------------------------------------------------------------------------------- steps in mean coordinates
@@ -282,6 +282,7 @@ class SNEP(MatchesMoments):
         Raises:
             PVIError: for a wrong number of values, or a label that no group has.
         """
+        check_labels(self.beta, "SNEP(beta)", groups)
         return state._replace(beta=jnp.asarray(resolve(self.beta, "SNEP(beta)", groups, 1.0), state.beta.dtype))
 
     def vantage(self, state: Any, q: Any) -> tuple[Any, Float[Array, ""]]:

@@ -136,3 +136,31 @@ def test_members_are_what_is_independent_inside_an_event():
     assert members_of(IndependentFamily(NormalFamily(4), (2,))) == (2, 4)
     assert members_of(IndependentFamily(MultivariateNormalFamily(4), (2,))) == (2,)
     assert members_of(IndependentFamily(MarkovGaussianFamily(5, 2), (3,))) == (3, 5)
+
+
+@pytest.mark.parametrize("fault", [False, True], ids=["as it is", "fault"])
+@pytest.mark.parametrize("size", [3, 40])
+def test_points_of_a_dirichlet_are_on_the_simplex_as_programs_compute_them(size, fault):
+    """NumPyro's check of a value has no density beside it. The fault: the difference of two numbers that are nearly equal."""
+    rng = np.random.default_rng(0)
+    concentration = rng.gamma(0.7, 30.0, (2000, size)) + 0.02
+    family = DirichletFamily(size)
+    rule, natural = pair_rule(family), family.from_distribution(dist.Dirichlet(jnp.asarray(concentration, jnp.float32)))
+
+    def cancelling(log):
+        own = log == jnp.max(log, axis=-1, keepdims=True)
+        a, b = (jnp.sum(jnp.where(at, jnp.exp(log), 0.0), axis=-1, keepdims=True) for at in (own, ~own))
+        middle = 0.5 * (1 + a**2 - b**2)
+        x = (middle + jnp.sqrt(middle**2 - a**2)) / a
+        return jnp.exp(log - jnp.where(own, jnp.log(x), -jnp.log(b / (1 - a * x))))
+
+    def off(natural):
+        at = rule.anchor(natural)
+        points = (
+            [cancelling(at.first)] if fault else [rule.points(at, jnp.asarray(s, jnp.float32)) for s in (1.0, -1.0)]
+        )
+        return jnp.stack([jnp.abs(jnp.sum(x, axis=-1) - 1) for x in points])
+
+    largest = float(jnp.max(jax.jit(off)(natural)))
+    assert largest < 1e-6 or fault
+    assert not fault or size > 3 or largest > 1e-5
