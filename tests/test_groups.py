@@ -477,7 +477,7 @@ class TestMessages:
             ),
             (lambda p, s: p.add_group(s, PRIOR, *rows_of("a")), PartitionError, "PRIOR"),
             (lambda p, s: p.add_group(s, None, *rows_of("a")), PartitionError, "missing"),
-            (lambda p, s: p.add_group(s, "d", X[:0], Y[:0]), DataError, "group 'd' has no rows"),
+            (lambda p, s: p.add_group(s, "d", X[:0], Y[:0]), DataError, "group 'd': there are no rows"),
             (
                 lambda p, s: p.add_group(s, "d", X[:3], Y[:4]),
                 DataError,
