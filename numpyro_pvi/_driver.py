@@ -311,6 +311,7 @@ def drive(
     checkpoint: Checkpoint | None = None,
     verify: Any = None,
     workers: Callable[[], str] | None = None,
+    values: Callable[[PVIState], Any] = lambda state: None,
 ) -> Run:
     """Run blocks of rounds until the number is reached, the tolerance is met, or a callback or the user stops it.
 
@@ -319,7 +320,8 @@ def drive(
     tolerance in posterior sds, or None; ``callback``: called after every round; ``progress_bar``: whether to show progress, or
     the bar of :func:`waiting`; it is closed here; ``checkpoint``: where to write the progress, or None; ``verify``: looks at
     the structure in use between blocks, and whether the run would end there; see :class:`numpyro_pvi._verified.Verifier`;
-    ``workers``: what the bar says of those that answer for the groups, or None. Returns the last state, the losses of all
+    ``workers``: what the bar says of those that answer for the groups, or None; ``values``: the factors' expected log densities at
+    a state, as :func:`refuse_unbounded` asks for them. Returns the last state, the losses of all
     rounds, and how it ended. Raises SkippedGroupError when a factor was skipped in :data:`SKIP_LIMIT` rounds running;
     NonFiniteLossError when the rounds end with a loss that is not finite.
     """
@@ -365,7 +367,7 @@ def drive(
         _close(bar, now.state)
     if checkpoint is not None and written.done != now.done:
         checkpoint.write(now)
-    message = _closed(now, tol, message)
+    message = _closed(now, tol, message, values)
     if before.done:
         message += f" ({before.done} of them before, as the checkpoint has them)"
     losses = on_device(now.all_losses, jnp.result_type(float))
@@ -389,11 +391,12 @@ def _close(bar: tqdm.tqdm, state: PVIState) -> None:
     bar.close()
 
 
-def _closed(now: Progress, tol: float | None, message: str) -> str:
+def _closed(now: Progress, tol: float | None, message: str, values: Callable[[PVIState], Any]) -> str:
     """The sentence on how a run ended; raises where its loss is no number."""
     report = jax.device_get(now.state.report)
     if not message.startswith("interrupted"):
-        refuse_unbounded(now.state, report, float(now.losses[-1][-1]) if now.losses else float("nan"), now.done)
+        loss = float(now.losses[-1][-1]) if now.losses else float("nan")
+        refuse_unbounded(now.state, report, loss, now.done, values)
     if message:
         return message
     detail = short_of(now.state, tol, report)

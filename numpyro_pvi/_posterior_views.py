@@ -191,21 +191,28 @@ def _floor(state: PVIState) -> Any:
     return noise_floor(state.solver_state, state.report)
 
 
-def refuse_unbounded(state: PVIState, report: RoundReport, loss: float, done: int) -> None:
+def refuse_unbounded(
+    state: PVIState, report: RoundReport, loss: float, done: int, values: Callable[[PVIState], Any]
+) -> None:
     """Raise where a run ends with a loss that is no number.
 
-    ``report``: its report, on the host; ``loss``: negative ELBO in nats, NaN where it was not looked at. Raises
+    ``report``: its report, on the host; ``loss``: negative ELBO in nats, NaN where it was not looked at; ``values``: of a state,
+    Float[F] the factors' expected log densities under q, that of the prior factor first, or None where nobody may look. Raises
     NonFiniteLossError naming the factor; its ``.state`` is the last state.
     """
     if not done or bool(report.finite):
         return
-    runs = np.asarray(report.skip_run)
-    worst = int(np.argmax(runs) if runs.max() > 0 else np.argmax(report.asked))
+    runs, found = np.asarray(report.skip_run), values(state)
+    bad = np.zeros(runs.shape, bool) if found is None else ~np.isfinite(np.asarray(found))
+    worst = int(np.argmax(bad if bad.any() else runs if runs.max() > 0 else np.asarray(report.asked)))
     latents = ", ".join(str(name) for name in _latents(state, worst))
+    others = int(bad.sum()) - 1
+    who = named(labels_of(state.plan)[worst])
+    who += f", as {others} other factor{'s' * (others > 1)}," if others > 0 else ""
     raise NonFiniteLossError(
-        f"the loss is {loss:.3g} nats after {done} rounds, which is no bound of anything: "
-        f"{named(labels_of(state.plan)[worst])} has no finite log density, or an astronomically small one, under q in latent(s) "
-        f"{latents}. {_REMEDIES[NOT_FINITE]}. The exception's .state is the last state.",
+        f"the loss is {loss:.3g} nats after {done} rounds, which is no bound of anything: {who} has no finite log density, or an "
+        f"astronomically small one, under q in latent(s) {latents}. {_REMEDIES[NOT_FINITE]}. The exception's .state is the last "
+        "state.",
         state,
     )
 

@@ -91,6 +91,16 @@ def evaluate_loss(engine: Any, state: PVIState, dynamic: list, static: tuple, fi
 
 
 @functools.partial(owned_jit, static_argnames=("engine", "static", "fine"))
+def evaluate_factors(engine: Any, state: PVIState, dynamic: list, static: tuple, fine: bool):
+    """Engine.factor_values on split arguments, compiled."""
+
+    def program(state, args, kwargs):
+        return engine.factor_values(state, args, kwargs, fine)
+
+    return _over_rows(engine, program, state, dynamic, static)
+
+
+@functools.partial(owned_jit, static_argnames=("engine", "static", "fine"))
 def evaluate_evidence(engine: Any, state: PVIState, dynamic: list, static: tuple, fine: bool):
     """Engine.evidence on split arguments, compiled."""
 

@@ -40,6 +40,7 @@ from ._user_inputs import (
     check_loss,
     check_run,
     check_state,
+    evaluate_factors,
     evaluate_loss,
     evidence_of,
     float_dtype,
@@ -802,8 +803,18 @@ class PVI(SVI):
         def trace() -> dict:
             return {} if elsewhere else abstract_trace(self.model, jax.random.key(0), *join_arguments(dynamic, static))
 
+        def values(state: PVIState) -> Any:
+            if self.solver.private or self._engine.of_clients:
+                return None
+            state = with_prior_of_now(self, state, dynamic, static)
+            bare, rows = placed(self._engine, reduced(state, self._engine), dynamic, static)
+            level = self._level(state.plan, dynamic, static, often=False)
+            call = self._engine, bare, rows, static
+            return self.runtime.fetch(self.runtime.call(evaluate_factors, *call, fine=True, level=level))
+
+        watch = {"verify": verify, "workers": lambda: self.runtime.workers, "values": values}
         with masks_named(trace):
-            return drive(rounds, self.info, before, *how, verify=verify, workers=lambda: self.runtime.workers)
+            return drive(rounds, self.info, before, *how, **watch)
 
     def _partition_of(self, state: PVIState, args: tuple, kwargs: dict) -> Partition:
         """The partition that a state was planned with."""

@@ -413,7 +413,8 @@ def joined_structure(
         role.name
         for one in found
         for role, own in zip(base.roles, one.roles, strict=True)
-        if own.kind not in ("absent", role.kind) or (own.kind != "absent" and own.single != role.single)
+        if own.kind not in ("absent", role.kind)
+        or (own.kind != "absent" and (own.single, own.apart) != (role.single, role.apart))
     }
     if any(_bare(one.terms) != _bare(base.terms) for one in found if one.terms):
         differ |= set(base.by_predictors)

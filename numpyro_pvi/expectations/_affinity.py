@@ -47,6 +47,7 @@ from ..families import (
 from ._mean_space import (
     FEW_SIGNS,
     MANY_SIGNS,
+    MOST_OF_FIVE,
     FactorStructure,
     LatentRole,
     all_signs,
@@ -54,6 +55,7 @@ from ._mean_space import (
     count_signs,
     rule_axes,
     sign_shape,
+    strength_five,
     strength_three,
 )
 
@@ -189,8 +191,8 @@ def find_structure(
     values = asks.evaluate(terms)
     roles, first = [], 0
     for component, asked in zip(components, plans, strict=True):
-        role = _role(component, asked, values, expectation, forms[component.name])
-        role = dataclasses.replace(role, axis=(rows or {}).get(component.name))
+        axis = (rows or {}).get(component.name)
+        role = _role(component, asked, values, expectation, forms[component.name], axis)
         if role.kind == "exact":
             signs = count_signs(component.family, role)
             role = dataclasses.replace(role, first=first, signs=signs)
@@ -348,6 +350,8 @@ class _Asked:
     alone: list[tuple[list[int], list[int]]]
     # For single members at multiples of their values.
     far: list[tuple[list[int], list[int]]]
+    # By axis of members, terms with random entries along it exchanged; none where one axis is all there is.
+    along: dict[int, list[int]]
 
 
 def _plan(look: _Look, component: _Component, rng: np.random.Generator) -> _Asked:
@@ -370,7 +374,15 @@ def _plan(look: _Look, component: _Component, rng: np.random.Generator) -> _Aske
                     far += [_compare(look, component, 0, mask, scale) for scale in _FAR]
                 else:
                     alone.append(_compare(look, component, 0, mask))
-    return _Asked(none, whole, subsets, together, alone, far)
+    along: dict[int, list[int]] = {}
+    if sum(size > 1 for size in members) > 1:
+        own = np.random.default_rng(2)
+        for axis, size in enumerate(members):
+            if size > 1:
+                shape = tuple(size if i == axis else 1 for i in range(len(members)))
+                masks = (own.random((_SUBSETS, *shape)) < 0.5) & everyone
+                along[axis] = [look.ask(0, {name: component.mixed(new, old, mask)}) for mask in masks]
+    return _Asked(none, whole, subsets, together, alone, far, along)
 
 
 def _compare(
@@ -408,9 +420,15 @@ def _traced(
     return lambda values: jaxpr_as_fun(closed)(*(values[n] for n in names), *beside)[0], forms, together
 
 
-def _role(component: _Component, asked: _Asked, values: np.ndarray, expectation: str, form: Form) -> LatentRole:
-    found = _role_of(component, asked, values, expectation, form)
-    return dataclasses.replace(found, jumps=bool(form.jump))
+def _role(
+    component: _Component, asked: _Asked, values: np.ndarray, expectation: str, form: Form, axis: int | None
+) -> LatentRole:
+    found = dataclasses.replace(_role_of(component, asked, values, expectation, form), axis=axis, jumps=bool(form.jump))
+    # A kink may hide from values that a term sees several entries.
+    if found.single or found.kind == "absent" or form.kink:
+        return found
+    apart = [i for i in asked.along if i != axis and _see_one(values, asked.none, asked.all, asked.along[i])]
+    return dataclasses.replace(found, apart=tuple(apart), proved=found.proved and not apart)
 
 
 def _role_of(component: _Component, asked: _Asked, values: np.ndarray, expectation: str, form: Form) -> LatentRole:
@@ -559,23 +577,28 @@ def _design(
     terms: Callable,
     rng: np.random.Generator,
 ) -> str:
-    """The cheapest design that is exact, as far as three relabelled arrays of strength 3 agree."""
+    """The cheapest design that is exact, as far as three relabelled arrays of strength 3, or of 5, agree."""
     count = structure.num_signs
-    array, look = strength_three(count), _Look(components)
-    if len(array) >= 2**count:
+    if len(strength_three(count)) >= 2**count:
         return "all"
     coordinates = {c.name: c.coordinates for c in components}
-    rows = []
-    for _ in range(3):
-        signs = array[:, rng.permutation(count)] * rng.choice([-1.0, 1.0], count)
-        placed = jax.device_get(
-            _at_signs(family, structure.roles, coordinates, jnp.asarray(signs, jnp.result_type(float)))
-        )
-        rows.append([look.ask(0, {n: x[i] for n, x in placed.items()}) for i in range(len(array))])
-    values = look.evaluate(terms)
-    tolerance = _TOLERANCE[values.dtype.name]
-    if all(_agree(values[rows[0]], values[other], tolerance) for other in rows[1:]):
+
+    def is_exact(array: np.ndarray) -> bool:
+        look, rows = _Look(components), []
+        for _ in range(3):
+            signs = array[:, rng.permutation(count)] * rng.choice([-1.0, 1.0], count)
+            placed = jax.device_get(
+                _at_signs(family, structure.roles, coordinates, jnp.asarray(signs, jnp.result_type(float)))
+            )
+            rows.append([look.ask(0, {n: x[i] for n, x in placed.items()}) for i in range(len(array))])
+        values = look.evaluate(terms)
+        tolerance = _TOLERANCE[values.dtype.name]
+        return all(_agree(values[rows[0]], values[other], tolerance) for other in rows[1:])
+
+    if is_exact(strength_three(count)):
         return "strength 3"
+    if count <= MOST_OF_FIVE and len(strength_five(count)) < 2**count and is_exact(strength_five(count)):
+        return "strength 5"
     return "all" if count <= MANY_SIGNS else "random"
 
 

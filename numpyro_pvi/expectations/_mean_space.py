@@ -45,7 +45,8 @@ class LatentRole:
     affine functions of them), "rule" (at the points of a fixed rule in all that would be drawn), "draws", or "absent";
     ``signs``: how many signs it takes in the design, and where they begin; ``single``: whether every term depends on one member
     at most, so that all members share their signs; ``axis``: of members, the axis that runs over rows, of which every term sees
-    one; None where members belong to no row; ``proved``: whether that is so for all values of all latents, and was not found at
+    one; None where members belong to no row; ``apart``: other axes of members of which every term sees one entry, whose signs are
+    shared along them; ``proved``: whether that is so for all values of all latents, and was not found at
     a few; ``jumps``: whether the factor may jump in it, as the model's program says; ``by_values``: whether it does, so that what
     is drawn of it is taken by values, of which slopes say nothing.
     """
@@ -59,6 +60,7 @@ class LatentRole:
     proved: bool = False
     jumps: bool = False
     by_values: bool = False
+    apart: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +69,7 @@ class FactorStructure:
 
     Attributes:
         roles: one per component.
-        design: "all" combinations of signs, an array of "strength 3", or "random" rows.
+        design: "all" combinations of signs, an array of "strength 3" or "strength 5", or "random" rows.
         terms: where components are seen through predictors, all terms that see them, and how.
         cells: for every component that is summed over, the names of the terms that see it, each element its own member's value.
         nodes: along every axis of the product rule, where there is one; 0 where the rule is one of degree five.
@@ -164,7 +166,7 @@ class FactorStructure:
         claimed = [role for role in self.roles if role.kind not in ("draws", "rule")]
         if not claimed:
             return ""
-        return "proved" if self.design != "strength 3" and all(role.proved for role in claimed) else "found"
+        return "proved" if self.design in ("all", "random") and all(role.proved for role in claimed) else "found"
 
     def __str__(self) -> str:
         parts = [f"conjugate in {', '.join(self.conjugate)}"] if self.conjugate else []
@@ -193,8 +195,12 @@ class FactorStructure:
 
 # Signs up to which all combinations are taken without asking for more structure.
 FEW_SIGNS = 4
-# Signs up to which all combinations are taken where three or more meet in a product.
+# Signs up to which all combinations are taken where more than five meet in a product.
 MANY_SIGNS = 9
+# Signs that an array of strength 5 is made for: 512 rows of it.
+MOST_OF_FIVE = 16
+# Irreducible polynomials of the degrees 3 and 4 over the field of two elements, as binary numbers.
+_POLYNOMIALS = {3: 0b1011, 4: 0b10011}
 
 
 def all_signs(count: int) -> np.ndarray:
@@ -218,9 +224,36 @@ def strength_three(count: int) -> np.ndarray:
     return np.concatenate([matrix, -matrix])[:, :count]
 
 
+def strength_five(count: int) -> np.ndarray:
+    """An orthogonal array of strength 5, of the dual of an extended code that corrects two errors.
+
+    ``count``: signs, K from 1 to 16. Returns Float[R K] with R = 128 up to eight signs, else 512: every product of one to five
+    different columns sums to zero. Row u has ``(-1)^(u . v_c)`` in column c, where ``v_c`` holds the bits of ``1``, ``c`` and
+    ``c^3`` in a field of 8 or 16 elements: any five of those vectors are independent.
+
+    References:
+        Hedayat, Sloane and Stufken, Orthogonal Arrays, 1999, sections 4.3 and 5.7. MacWilliams and Sloane, The Theory of
+        Error-Correcting Codes, chapter 7.
+    """
+    degree = 3 if count <= 8 else 4
+    polynomial, size = _POLYNOMIALS[degree], 1 << degree
+
+    def times(a: int, b: int) -> int:
+        found = 0
+        for bit in range(degree):
+            found ^= (a << bit) * (b >> bit & 1)
+        for bit in reversed(range(degree, 2 * degree - 1)):
+            found ^= (polynomial << bit - degree) * (found >> bit & 1)
+        return found
+
+    vectors = np.asarray([1 << 2 * degree | c << degree | times(c, times(c, c)) for c in range(size)][:count])
+    rows = np.arange(2 * size**2)[:, None] & vectors
+    return 1.0 - 2.0 * (np.bitwise_count(rows.astype(np.uint64)) % 2)
+
+
 # ----------------------------------------------------------------------------------------------------------- mean space
 
-# Antithetic pairs of sign rows where no fixed design is known to be exact.
+# Fewest antithetic pairs of sign rows where no fixed design is known to be exact.
 _RANDOM_PAIRS = 16
 # Nodes of Gauss and Hermite's rule in a normal latent that is not conjugate, before those that count for nothing are left out.
 _NUM_NODES = 32
@@ -450,9 +483,12 @@ class MeanSpace:
     def _signs(self, key: Any) -> Array:
         count = self.structure.num_signs
         if self.structure.design == "random":
-            half = jax.random.rademacher(jax.random.fold_in(key, 1), (_RANDOM_PAIRS, count)).astype(float)
+            pairs = max(_RANDOM_PAIRS, self.num_draws)
+            half = jax.random.rademacher(jax.random.fold_in(key, 1), (pairs, count)).astype(float)
             return jnp.concatenate([half, -half])
-        rows = all_signs(count) if self.structure.design == "all" else strength_three(count)
+        rows = {"all": all_signs, "strength 3": strength_three, "strength 5": strength_five}[self.structure.design](
+            count
+        )
         return jnp.asarray(rows, jnp.result_type(float))
 
     @property
@@ -626,7 +662,8 @@ def _own_members(family: Any, role: LatentRole) -> tuple[int, ...]:
     """Axes along which members have signs or levels of their own; no term sees two rows, so that rows share theirs."""
     if role.single:
         return ()
-    return tuple(1 if i == role.axis else size for i, size in enumerate(members_of(family)))
+    shared = {role.axis, *role.apart}
+    return tuple(1 if i in shared else size for i, size in enumerate(members_of(family)))
 
 
 def _values(family: Any) -> Any:

@@ -321,6 +321,15 @@ class RoundEngine(FitsParams):
         ends = self._ends_evaluating(problem, state, moves)
         return self._blank(problem, state) if self._opens(problem, ends) else None
 
+    def factor_values(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> Float[Array, "F"]:
+        """Every factor's expected log density under a state's q in nats, that of the prior factor (if any) first."""
+        state, continued = self._ruled(state, fine), state.sites.others is not None
+        problem = self._state_problem(state, args, kwargs, fine)
+        state = present_alone(state)
+        found = self._evaluated(self._seen(problem, state, continued), state)
+        prior = () if found.prior is None else (found.prior.value[None],)
+        return jnp.concatenate([*prior, found.groups.value])
+
     def _loop(
         self,
         state: PVIState,

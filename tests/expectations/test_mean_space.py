@@ -13,7 +13,7 @@ from scipy import integrate, special, stats
 
 from numpyro_pvi import PVIError
 from numpyro_pvi.expectations import MeanSpace, find_structure, with_draws
-from numpyro_pvi.expectations._mean_space import _typical, all_signs, strength_three
+from numpyro_pvi.expectations._mean_space import _typical, all_signs, strength_five, strength_three
 from numpyro_pvi.families import GammaFamily, NormalFamily, ProductFamily, ScalarNormalFamily, VonMisesFamily
 from tests.families.cases import CASES
 
@@ -56,6 +56,22 @@ def test_arrays_of_strength_three(count):
         for columns in itertools.combinations(range(count), size):
             assert rows[:, columns].prod(axis=1).sum() == 0
     assert all_signs(3).shape == (8, 3)
+
+
+@pytest.mark.parametrize("count", [3, 8, 9, 16])
+def test_arrays_of_strength_five(count):
+    """Every product of up to five different columns sums to zero; the fault: a column that is the product of three others."""
+    rows = strength_five(count)
+    assert len(rows) == (128 if count <= 8 else 512)
+
+    def largest(rows):
+        sizes = range(1, min(count, 5) + 1)
+        every = (c for size in sizes for c in itertools.combinations(range(count), size))
+        return max(abs(rows[:, columns].prod(axis=1).sum()) for columns in every)
+
+    assert largest(rows) == 0
+    if count > 3:
+        assert largest(np.concatenate([rows[:, :-1], rows[:, :3].prod(axis=1, keepdims=True)], axis=1)) == len(rows)
 
 
 WEIGHTS = RNG.normal(size=(7, 6))
@@ -108,6 +124,60 @@ def test_rows_that_see_one_member_each_share_a_sign():
     assert structure.num_signs == 2
     assert {role.name: role.kind for role in structure.roles} == {"tau": "exact", "w": "exact", "x": "absent"}
     assert str(structure) == "conjugate in tau, w"
+
+
+SCORES = RNG.normal(size=(6, 4))
+
+
+def factor_analysis(values):
+    """Every cell sees one column of loadings, one row's scores, and the precision: five members meet in a product."""
+    residual = SCORES - values["scores"] @ values["loadings"]
+    return 0.5 * jnp.log(values["tau"]) - 0.5 * values["tau"] * residual**2
+
+
+@pytest.mark.parametrize(
+    ("seen", "design", "signs"),
+    [
+        (lambda values: factor_analysis(values).reshape(-1), "all", 5),
+        (lambda values: jnp.sum(factor_analysis(values), axis=1), "strength 5", 11),
+    ],
+    ids=["by cell", "by row"],
+)
+def test_factor_analysis_is_in_closed_form(seen, design, signs):
+    """Loadings of columns that no cell sees two of share their signs; where rows are vectors an array of strength 5 serves."""
+    loc = RNG.normal(size=(6, 2)), RNG.normal(size=(2, 4))
+    scores, loadings = dist.Normal(jnp.asarray(loc[0]), 0.7).to_event(1), dist.Normal(jnp.asarray(loc[1]), 1.3)
+    family, natural = product(scores=scores, loadings=loadings, tau=dist.Gamma(3.0, 2.0))
+    structure = find_structure(family, natural, seen, KEY, "exact", "test factor", {"scores": 0})
+    assert (structure.design, structure.num_signs, structure.closed) == (design, signs, True)
+    assert structure.evidence == "found"
+    value, message = expect(family, natural, structure, seen)
+    second = [np.einsum("ik,il->ikl", x, x) + sd**2 * np.eye(2) for x, sd in ((loc[0], 0.7), (loc[1].T, 1.3))]
+    square = SCORES**2 - 2 * SCORES * (loc[0] @ loc[1]) + np.einsum("ikl,jkl->ij", *second)
+    log_tau, tau = special.digamma(3.0) - np.log(2.0), 1.5
+    np.testing.assert_allclose(value, (0.5 * log_tau - 0.5 * tau * square).sum(), rtol=TIGHT)
+    np.testing.assert_allclose(message.parts["tau"].rate, 0.5 * square.sum(), rtol=TIGHT)
+    # Each coordinate given the means of the others.
+    precision = tau * second[0][:, [0, 1], [0, 1]].sum(axis=0)[:, None] * np.ones(4)
+    np.testing.assert_allclose(message.parts["loadings"].precision, precision, rtol=10 * TIGHT)
+
+
+def test_what_two_columns_meet_in_shares_no_sign():
+    """A term of two neighbouring columns' loadings, as a kink that hides it does not either."""
+    loadings = dist.Normal(jnp.zeros((2, 4)), 1.0)
+    family, natural = product(loadings=loadings, tau=dist.Gamma(3.0, 2.0))
+
+    def neighbours(values):
+        both = values["loadings"] + jnp.roll(values["loadings"], 1, axis=1)
+        return -0.5 * values["tau"] * (jnp.sum(both, axis=0) - 1.0) ** 2
+
+    def hidden(values):
+        cells = jnp.sum(values["loadings"], axis=0)
+        return -0.5 * values["tau"] * (cells + jnp.where(jnp.abs(cells[0]) > 1e3, jnp.roll(cells, 1), 0.0) - 1.0) ** 2
+
+    for terms in (neighbours, hidden):
+        (role,) = (x for x in find(family, natural, terms).roles if x.name == "loadings")
+        assert role.apart == ()
 
 
 def exponential_rates(values):

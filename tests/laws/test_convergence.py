@@ -488,3 +488,21 @@ def test_whatever_says_converged_is_of_two_hundred_models(name):
     claims = hold(name, 40, seed=1)
     print(name, {claim: claims.count(claim) for claim in (True, False, None, "refused")})
     assert sum(claim is True for claim in claims) >= 10
+
+
+@pytest.mark.parametrize("fault", [False, True], ids=["as it is", "fault"])
+def test_factors_without_a_density_are_named(fault, monkeypatch):
+    """Rows of every group are outside the support that q allows; by what was asked for one factor was named, or the prior's."""
+    if fault:
+        monkeypatch.setattr("numpyro_pvi.runtime._rounds.RoundEngine.factor_values", lambda *_: jnp.zeros((4,)))
+
+    def model(y):
+        end = numpyro.sample("end", dist.Pareto(0.5, 1.5 + fault))
+        with numpyro.plate("rows", y.shape[0]):
+            numpyro.sample("y", dist.Uniform(0.0, end), obs=y)
+
+    pvi = PVI(Partition(model, "rows", 3), AutoExponentialFamily(model))
+    with pytest.raises(
+        NonFiniteLossError, match="group 0 has" if fault else "group 0, as 2 other factors, has no finite"
+    ):
+        pvi.run(KEY, 2, np.linspace(0.5, 2.0, 30), progress_bar=False)
