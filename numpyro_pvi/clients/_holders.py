@@ -15,7 +15,7 @@ from .._initial import refuse_nothing_shared
 from .._saving import settings_of
 from .._state import Plan
 from ..errors import ClientError, PVIError, StateError
-from ..expectations import FactorStructure, with_draws, with_rule
+from ..expectations import FactorStructure, joint_design, with_draws, with_rule
 from ..factors import PartitionPlan, Planned, choose_chunk_rows, join_arguments, pack_rows, split_arguments
 from ..guides import family_of
 from ..handlers import Partition, known_labels, labels_table
@@ -424,9 +424,7 @@ def joined_structure(
         dataclasses.replace(role, proved=sure, jumps=own)
         for role, sure, own in zip(base.roles, proved, jumps, strict=True)
     )
-    # All combinations of signs are exact whatever meets in a term, an array of fewer where few do, random rows nowhere.
-    designs = {one.design for one in found}
-    design = base.design if len(designs) == 1 else "random" if "random" in designs else "all"
+    design = joint_design(base.num_signs, found)
     # A term that a component's values move at anybody's rows is one that they move.
     cells = tuple(
         (name, tuple(dict.fromkeys(t for one in found for n, own in one.cells if n == name for t in own)))

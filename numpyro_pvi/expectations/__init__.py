@@ -35,6 +35,7 @@ from ._mean_space import (
     MeanSpace,
     RulePoints,
     all_values,
+    joint_design,
     latin_cube,
     rule_axes,
     rule_points,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -85,6 +86,11 @@ class FactorStructure:
     def num_signs(self) -> int:
         """K, columns of the design."""
         return sum(role.signs for role in self.roles)
+
+    @property
+    def strength(self) -> float:
+        """How many signs may meet in a product whose average is exact."""
+        return {"strength 3": 3, "strength 5": 5, "all": self.num_signs, "random": math.inf}[self.design]
 
     @property
     def drawn(self) -> tuple[str, ...]:
@@ -249,6 +255,20 @@ def strength_five(count: int) -> np.ndarray:
     vectors = np.asarray([1 << 2 * degree | c << degree | times(c, times(c, c)) for c in range(size)][:count])
     rows = np.arange(2 * size**2)[:, None] & vectors
     return 1.0 - 2.0 * (np.bitwise_count(rows.astype(np.uint64)) % 2)
+
+
+def joint_design(count: int, found: Collection[FactorStructure]) -> str:
+    """The cheapest design of signs that is exact for all factors that were found so, each at its own rows.
+
+    ``count``: signs of all components that any of them sees; ``found``: their structures. Returns a word as of
+    :class:`FactorStructure`; "random" where one of them has none, or all combinations are too many.
+    """
+    wanted = max(one.strength for one in found)
+    if wanted <= 3 and len(strength_three(count)) < 2**count:
+        return "strength 3"
+    if wanted <= 5 and count <= MOST_OF_FIVE and len(strength_five(count)) < 2**count:
+        return "strength 5"
+    return "all" if wanted < math.inf and count <= MANY_SIGNS else "random"
 
 
 # ----------------------------------------------------------------------------------------------------------- mean space

@@ -12,7 +12,7 @@ import pytest
 from scipy import integrate, special, stats
 
 from numpyro_pvi import PVIError
-from numpyro_pvi.expectations import MeanSpace, find_structure, with_draws
+from numpyro_pvi.expectations import FactorStructure, LatentRole, MeanSpace, find_structure, joint_design, with_draws
 from numpyro_pvi.expectations._mean_space import _typical, all_signs, strength_five, strength_three
 from numpyro_pvi.families import GammaFamily, NormalFamily, ProductFamily, ScalarNormalFamily, VonMisesFamily
 from tests.families.cases import CASES
@@ -389,3 +389,22 @@ def test_what_stands_for_a_latent_that_does_not_matter_is_a_value_of_it(case):
     value = _typical(case.family, natural)
     assert value.shape == case.family.sample(natural, jax.random.key(0)).shape
     assert np.all(np.isfinite(value)) and np.all(case.family.to_distribution(natural).support(value))
+
+
+@pytest.mark.parametrize(
+    ("count", "found", "wanted"),
+    [
+        (7, [("strength 3", 7), ("strength 3", 7)], "strength 3"),
+        (16, [("strength 3", 16), ("strength 5", 16)], "strength 5"),
+        # Whoever sees four signs alone has no product of more.
+        (16, [("strength 5", 16), ("all", 4)], "strength 5"),
+        (8, [("all", 8), ("strength 3", 8)], "all"),
+        # All combinations of sixteen are too many, and nobody has found that seven do not meet.
+        (16, [("strength 5", 16), ("all", 7)], "random"),
+        (16, [("strength 5", 16), ("random", 16)], "random"),
+        (3, [("all", 3), ("all", 2)], "all"),
+    ],
+)
+def test_a_design_that_serves_all_who_have_found_one(count, found, wanted):
+    structures = [FactorStructure((LatentRole("w", "exact", 0, signs),), design) for design, signs in found]
+    assert joint_design(count, structures) == wanted
