@@ -657,7 +657,9 @@ def in_own_support(
     else:
         event = loc.shape[loc.ndim - rank :]
         size = int(np.prod(event))
-        base = dist.MultivariateNormal(loc.reshape(*loc.shape[: loc.ndim - rank], size), covariance)
+        # By its root: of coordinates of other scales NumPyro's check of a covariance finds none in single precision.
+        root, _ = scaled_cholesky(covariance)
+        base = dist.MultivariateNormal(loc.reshape(*loc.shape[: loc.ndim - rank], size), scale_tril=root)
         if rank != 1:
             base = Marginal(base, ReshapeTransform(event, (size,)))
     real = getattr(fn.support, "base_constraint", fn.support) is dist.constraints.real

@@ -804,7 +804,7 @@ class PVI(SVI):
             return {} if elsewhere else abstract_trace(self.model, jax.random.key(0), *join_arguments(dynamic, static))
 
         def values(state: PVIState) -> Any:
-            if self.solver.private or self._engine.of_clients:
+            if self.solver.private or not self._engine.tells_factors:
                 return None
             state = with_prior_of_now(self, state, dynamic, static)
             bare, rows = placed(self._engine, reduced(state, self._engine), dynamic, static)

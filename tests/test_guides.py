@@ -11,6 +11,7 @@ import pytest
 from numpyro.infer import autoguide as ag
 from scipy.integrate import quad
 
+from numpyro_pvi import PVI, Partition
 from numpyro_pvi.errors import GuideError
 from numpyro_pvi.families import MultivariateNormalFamily, NormalFamily
 from numpyro_pvi.guides import (
@@ -176,3 +177,23 @@ def test_moments_of_elements_that_hang_together_are_refused_in_words():
     for what in ("mean", "variance"):
         with pytest.raises(NotImplementedError, match=f"{what} of a latent with support.*draws"):
             getattr(found, what)
+
+
+def test_a_latent_of_coordinates_of_other_scales_has_a_posterior():
+    """In single precision NumPyro takes the covariance of coordinates 1e4 apart for none."""
+    rng = np.random.default_rng(0)
+    design = np.stack([np.ones(40), 1e4 * rng.normal(size=40), rng.normal(size=40)], axis=1)
+    y = design @ [1.0, 2e-4, -0.5] + 0.3 * rng.normal(size=40)
+
+    def model(x, y):
+        w = numpyro.sample("w", dist.Normal(0.0, jnp.array([10.0, 1e-3, 1.0])).to_event(1))
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.sample("y", dist.Normal(x @ w, 0.3), obs=y)
+
+    pvi = PVI(Partition(model, "rows", 3), ag.AutoMultivariateNormal(model))
+    state = pvi.run(jax.random.key(0), 6, design, y, progress_bar=False).state
+    precision = np.diag([1e-2, 1e6, 1.0]) + design.T @ design / 0.09
+    found = pvi.posterior(state)["w"]
+    exact = np.linalg.inv(precision)
+    np.testing.assert_allclose(found.mean, exact @ design.T @ y / 0.09, rtol=1e-3)
+    np.testing.assert_allclose(found.variance, np.diag(exact), rtol=1e-3)

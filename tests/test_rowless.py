@@ -124,6 +124,17 @@ def test_a_server_without_rows_fits_what_one_process_fits(name, tolerance):
     assert_same(there, here, tolerance)
 
 
+def test_a_client_of_one_row_sees_what_the_others_see(tolerance):
+    """Of a single row nobody sees whether others share its predictor: taken for another structure it turned all to sigma points."""
+    labels = np.where(np.arange(12) == 5, "east", "north")
+    clients = [Client(logistic, FULL(logistic), x, X[labels == x], Y[labels == x]) for x in ("east", "north")]
+    run = PVI(logistic, FULL(logistic), runtime=InProcess(clients=clients)).run(KEY, 3, progress_bar=False)
+    assert run.state.plan.partition.likelihood == "affine"
+    here = PVI(Partition(logistic, "data", labels), FULL(logistic)).run(KEY, 3, X, Y, progress_bar=False)
+    np.testing.assert_allclose(run.losses, here.losses, rtol=0, atol=tolerance)
+    assert_same(run.params, here.params, tolerance)
+
+
 class Reborn:
     """A transport whose clients are begun anew, from their rows, before every so many questions."""
 

@@ -16,7 +16,7 @@ from .._saving import settings_of
 from .._state import Plan
 from ..errors import ClientError, PVIError, StateError
 from ..expectations import FactorStructure, joint_design, with_draws, with_rule
-from ..factors import PartitionPlan, Planned, choose_chunk_rows, join_arguments, pack_rows, split_arguments
+from ..factors import PartitionPlan, Planned, TermSpec, choose_chunk_rows, join_arguments, pack_rows, split_arguments
 from ..guides import family_of
 from ..handlers import Partition, known_labels, labels_table
 from ..wire import KeyData, digest_of
@@ -370,8 +370,7 @@ def _joined(parts: list[PartitionPlan]) -> PartitionPlan:
     same_terms = all(_bare(part.terms) == _bare(parts[0].terms) for part in parts)
     terms = parts[0].terms if same_terms else ()
     if terms:
-        sure = [all(own[i].proved for own in (part.terms for part in parts)) for i in range(len(terms))]
-        terms = tuple(dataclasses.replace(term, proved=p) for term, p in zip(terms, sure, strict=True))
+        terms = tuple(_joined_term(own) for own in zip(*(part.terms for part in parts), strict=True))
     if len(kinds) == 1:
         (kind,) = kinds
     else:
@@ -416,8 +415,11 @@ def joined_structure(
         if own.kind not in ("absent", role.kind)
         or (own.kind != "absent" and (own.single, own.apart) != (role.single, role.apart))
     }
-    if any(_bare(one.terms) != _bare(base.terms) for one in found if one.terms):
+    terms, every = base.terms, [one.terms for one in found if one.terms]
+    if any(_bare(own) != _bare(terms) for own in every):
         differ |= set(base.by_predictors)
+    elif terms:
+        terms = tuple(_joined_term(own) for own in zip(*every, strict=True))
     proved = [all(each) for each in zip(*([role.proved for role in one.roles] for one in found), strict=True)]
     jumps = [any(each) for each in zip(*([role.jumps for role in one.roles] for one in found), strict=True)]
     roles = tuple(
@@ -431,7 +433,7 @@ def joined_structure(
         for name, _ in base.cells
     )
     nodes = min(one.nodes for one in found if one.by_rule) if base.by_rule else 0
-    joined = dataclasses.replace(base, roles=roles, design=design, cells=cells, nodes=nodes)
+    joined = dataclasses.replace(base, roles=roles, design=design, cells=cells, terms=terms, nodes=nodes)
     if not differ:
         return joined
     drawn = with_draws(joined, family, sorted(differ), expectation, "groups' likelihood")
@@ -451,7 +453,20 @@ def _words(settings: Any) -> str:
 
 
 def _bare(terms: tuple) -> tuple:
-    return tuple(dataclasses.replace(term, proved=False) for term in terms)
+    """Terms as far as clients have to agree on them: of a single row nobody sees whether others share its predictors."""
+    return tuple(
+        dataclasses.replace(
+            term, proved=False, predictors=tuple(dataclasses.replace(p, shared=False) for p in term.predictors)
+        )
+        for term in terms
+    )
+
+
+def _joined_term(found: tuple[TermSpec, ...]) -> TermSpec:
+    """A term that all clients have found: proved, and of predictors that rows share, where it is so everywhere."""
+    shared = [all(own) for own in zip(*([p.shared for p in term.predictors] for term in found), strict=True)]
+    predictors = tuple(dataclasses.replace(p, shared=s) for p, s in zip(found[0].predictors, shared, strict=True))
+    return dataclasses.replace(found[0], proved=all(term.proved for term in found), predictors=predictors)
 
 
 def _same(own: np.ndarray, other: np.ndarray) -> bool:

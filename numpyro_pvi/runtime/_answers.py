@@ -331,7 +331,8 @@ class Answers:
         given = rows, self.site, self.site, self.first_memory, key, rule, pairs, None, None
         if self.first_held is not None:
             given = rows, self.first_held, 0, None if pairs is None else key, *given[1:6], pairs
-            visit: Any = partial(self._programs.held.visit, guarded=True, rules=len(RULES), total=1)  # type: ignore[union-attr]
+            looks = self.plan.partition.local.looks
+            visit: Any = partial(self._programs.held.visit, guarded=True, rules=len(RULES), looks=looks, total=1)  # type: ignore[union-attr]
             return jax.eval_shape(visit, *given)[0].step is not None
         visit = partial(self._programs.visit, guarded=True, rules=len(RULES))
         return jax.eval_shape(visit, *given).step is not None

@@ -235,7 +235,8 @@ class Factors:
     ``known``: which groups had a site before their rows came back; None when none had; ``stream``: the groups' rows one by one;
     ``one_chunk_each``: whether every group is one chunk; ``most_chunks``: chunks of the largest group where sizes are known
     beforehand, else 0; ``chained``: whether chains are compiled in beside weighted draws; ``wide``: how the rows that see q
-    most widely are set apart; None where rows are few.
+    most widely are set apart; None where rows are few; ``away``: whether what groups hold of their own latents is with clients in
+    rounds.
     """
 
     family: GaussianFamily
@@ -256,6 +257,7 @@ class Factors:
     longest: int = 0
     chained: bool = False
     wide: WideRows | None = None
+    away: bool = False
 
     @property
     def stochastic(self) -> bool:

@@ -433,7 +433,7 @@ class LocalProblem(Factors, ProblemDefaults):
     def zero_sites(self, dtype: Any) -> SiteStack:
         """See :class:`numpyro_pvi.schedules.ProblemDefaults`; with what groups hold of their own latents."""
         sites = super().zero_sites(dtype)
-        if self.units is None or self.keeps_conditionals or self.runtime.alone is not self.runtime:
+        if self.units is None or self.away or self.keeps_conditionals or self.runtime.alone is not self.runtime:
             return sites
         width, full = self.units[1], self.family.full
         none = jnp.zeros((*self.data.chunks[1].shape, width), dtype)

@@ -165,6 +165,10 @@ class RemoteEngine(Tallies, Engine):
         """Negative global ELBO at a state, which every client is asked for, in nats; see :meth:`Engine.loss`."""
         return Engine.loss(dataclasses.replace(self, fresh=True, keeps=False), state, args, kwargs, fine)
 
+    def factor_values(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> Float[Array, "F"]:
+        """Every factor's expected log density under a state's q, which every client is asked for; see :class:`RoundEngine`."""
+        return Engine.factor_values(dataclasses.replace(self, fresh=True, keeps=False), state, args, kwargs, fine)
+
     def start(self, plan: Plan, packing: Any, args, kwargs, optim_state, loc, sd, local, mode: str):
         """Arrays of a fresh state; what groups hold beside their sites is with the clients. See :meth:`Engine.start`.
 
@@ -180,6 +184,10 @@ class RemoteEngine(Tallies, Engine):
         fields, outside, proper = super().start(plan, packing, args, kwargs, optim_state, loc, sd, local, "prior")
         held = Held(jnp.zeros((plan.partition.table.num_groups, 2), jnp.int32), local)
         return fields | {"sites": dataclasses.replace(fields["sites"], local=held)}, outside, proper
+
+    def unvisited(self, problem: Any) -> dict[str, Any]:
+        """See :meth:`Engine.unvisited`; of rows that are here rounds see what clients say, and nothing of their own latents."""
+        return super().unvisited(dataclasses.replace(problem, away=True))
 
     def unasked(self, plan: Plan) -> dict[str, tuple[bool, str]]:
         """What no question is asked about under a Gaussian guide: whether it is there, and why."""
@@ -314,6 +322,8 @@ class SummedEngine(RowlessEngine):
 
     looks: bool = False
 
+    tells_factors = False
+
     def loss(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Float[Array, ""], Bool[Array, ""]]:
         """Negative global ELBO at a state, from the sum of the clients' values, in nats; see :meth:`Engine.loss`."""
         return Engine.loss(dataclasses.replace(self, fresh=True, looks=True), state, args, kwargs, fine)
@@ -402,6 +412,10 @@ class RemoteProductEngine(Tallies, ProductEngine):
     def unseen(self, *args: Any, **kwargs: Any) -> Any:
         """Of the clients' factors: see :meth:`ProductEngine.unseen`."""
         return ProductEngine.unseen(self._asking, *args, **kwargs)
+
+    def factor_values(self, *args: Any, **kwargs: Any) -> Any:
+        """Every factor's expected log density at a state, which every client is asked for: see :class:`RoundEngine`."""
+        return ProductEngine.factor_values(self._asking, *args, **kwargs)
 
     def loss(self, *args: Any, **kwargs: Any) -> Any:
         """Negative global ELBO at a state, which every client is asked for, in nats: see :meth:`ProductEngine.loss`."""

@@ -262,8 +262,8 @@ def present_alone(state: PVIState) -> PVIState:
 class RoundEngine(FitsParams):
     """Rounds in one compiled loop: a base class of the engines, which say what factors, looks and a schedule's round are."""
 
-    # Whether rounds look at some of the rows only, and know of no loss.
-    reads_some = False
+    # Whether rounds look at some of the rows only, and know of no loss; whether factors' values are told one by one.
+    reads_some, tells_factors = False, True
 
     def rounds(
         self,

@@ -24,7 +24,7 @@ from ._acceptance import (
     taken_whole,
 )
 from ._contract import Evaluation, Problem, RoundCarry, ScheduleDefaults, Turns
-from ._convergence import round_report, with_prior
+from ._convergence import CRAWL, round_report, with_prior
 
 # ------------------------------------------------------------------------------------------------------ Anderson mixing
 # Extrapolation over rounds, where sites are two numbers per row, q is mean-field, rows have latents of their own, or components
@@ -529,9 +529,11 @@ class Synchronous(ScheduleDefaults):
         """Where the next round's search begins."""
         grown = jnp.minimum(jnp.where(done.halvings == 0, 2.0, 1.0) * done.step, self._largest(problem))
         step = jnp.where(oscillates, 0.5 * done.step, grown)
-        # A round that found no acceptable step starts the next search a little below the full one.
+        # A round that found no acceptable step starts the next search a little below the full one; and so where one was short
+        # enough to be within rounding, whatever it does, as reports count it among the refused: growing from there takes rounds.
         refused = done.step if problem.stochastic else 0.125
-        return jnp.where(done.accepted, jnp.maximum(step, 2.0**-MAX_HALVINGS), refused)
+        taken = done.accepted & (problem.stochastic | (done.step >= CRAWL * self._largest(problem)))
+        return jnp.where(taken, jnp.maximum(step, 2.0**-MAX_HALVINGS), refused)
 
 
 def _all_asked(groups: Any, prior: Any) -> Bool[Array, ""]:
