@@ -515,7 +515,11 @@ def test_a_step_within_rounding_is_no_place_to_start_the_next_search_from(fault,
     if fault:
         monkeypatch.setattr("numpyro_pvi.schedules._synchronous.CRAWL", 0.0)
     monkeypatch.setattr(Synchronous, "_largest", lambda *_: 1.0)
-    problem, steps = SimpleNamespace(stochastic=False), []
+    pvi, rows = (
+        PVI(Partition(coins, "data", 2), AutoMultivariateNormal(coins)),
+        (jnp.ones((4, 2)), jnp.arange(4) % 2, 1.0),
+    )
+    problem, steps = pvi._engine._state_problem(pvi.init(KEY, *rows), rows, {}, False), []
     for step in (2.0**-19, 2.0**-11, 1.0):
         done = SimpleNamespace(accepted=jnp.array(True), step=jnp.asarray(step), halvings=jnp.int32(19))
         steps.append(float(Synchronous()._next_step(problem, done, jnp.array(False))))
