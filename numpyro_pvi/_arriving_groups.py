@@ -94,6 +94,43 @@ class Newcomers:
             return joined
         return self._driven(joined, *rows, num_steps, tol)
 
+    def rejoin(
+        self, fresh: PVIState, state: PVIState, labels: Any, rows: tuple[list, tuple], num_steps: int, tol: Any
+    ) -> PVIState:
+        """Go on with clients that have their own rows, after one of them was forgotten: see :meth:`numpyro_pvi.PVI.revisit`.
+
+        ``fresh``: a state of all clients that there are now, as ``init`` makes it; ``labels``: theirs; ``rows``: what stands for
+        the rows of all, arrays and static leaves; ``tol``: posterior sds below which they stop. Raises StateError where the
+        clients, the labels and the state's groups are not the same, or clients have latents of their own.
+        """
+        refuse_tied(state, "revisit")
+        check_run(num_steps, tol, least=0)
+        several = isinstance(labels, list | tuple) or (hasattr(labels, "__array__") and np.ndim(labels) > 0)
+        named = {plain(label) for label in (labels if several else [labels])}
+        if not named == set(fresh.groups) == set(state.groups):
+            raise StateError(
+                f"revisit with clients that have their own rows is of all groups: the clients are {known_labels(fresh.groups)}, "
+                f"the state has {known_labels(state.groups)}, and labels are {known_labels(tuple(sorted(named, key=str)))}. Make "
+                "the PVI with a runtime of the state's clients, no others, and name them all; add_group is for one that comes."
+            )
+        if fresh.sites.local is not None:
+            raise StateError(
+                "revisit: what clients hold of latents of their own went with the state that had all of them: fit the clients that "
+                "are left from the beginning, with init."
+            )
+        for compare in (_other_latents, _other_structure):
+            if told := compare(fresh, state):
+                raise StateError(told)
+        every = state.sites.groups
+        if state.plan.absent:
+            away = stack_sites(state.sites.others, np.arange(len(state.plan.absent)))
+            every = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), away, every)
+        places = np.asarray([state.groups.index(label) for label in fresh.groups])
+        sites = SiteStack(jax.tree.map(lambda x: x[places], every), state.sites.prior)
+        kept = {n: getattr(state, n) for n in ("rng_key", "prior", "exact", "optim_state", "step")}
+        state = dataclasses.replace(fresh, sites=sites, **kept)
+        return state if num_steps == 0 else self._driven(state, *rows, num_steps, tol)
+
     def revisit(self, state: PVIState, labels: Any, args: tuple, kwargs: dict, num_steps: int, tol: Any) -> PVIState:
         """See :meth:`numpyro_pvi.PVI.revisit`."""
         refuse_tied(state, "revisit")
@@ -210,7 +247,7 @@ def _other_structure(fresh: PVIState, state: PVIState) -> str | None:
     if one == other:
         return None
     return (
-        "add_group: the clients' structure is agreed on anew, and is not what the state has, of which a part was given up in its "
+        "the clients' structure is agreed on anew, and is not what the state has, of which a part was given up in its "
         "rounds: fit all clients from the beginning, with init."
     )
 

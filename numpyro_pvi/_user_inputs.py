@@ -126,7 +126,6 @@ _INSTEAD = {
     "khat": "khat of the whole q is of every client's log-likelihood at each of many draws, numbers from which its rows can be "
     "solved for: khat(state, by_group=True, rng_key=...) has each client judge its own site, and tell one number",
     "prequential": "prequential gives every row's own log predictive density, which is the client's to know",
-    "revisit": "revisit is for rows that have been away, and clients are there: run(init_state=state) or update goes on with them",
 }
 
 

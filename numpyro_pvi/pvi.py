@@ -566,6 +566,9 @@ class PVI(SVI):
     ) -> PVIState:
         """Bring rows of known groups back, so that their sites are fitted again; all other groups keep theirs.
 
+        Where clients have their own rows, and one of them was forgotten, this PVI's runtime is one of all that are left, whose
+        labels are given; the rounds are over all of them.
+
         Args:
             state: a state.
             labels: one label per row (a list or an array), or a single label for all rows.
@@ -582,7 +585,12 @@ class PVI(SVI):
             StateError, DataError, SkippedGroupError: as of :meth:`add_group`.
         """
         refuse_look(self.solver, "revisit")
-        refuse_elsewhere(self.runtime, "revisit")
+        if self.runtime.elsewhere is not None:
+            check_state(state)
+            self.runtime.elsewhere.expect_answers("revisit")
+            fresh = self.init(state.rng_key, *args, **kwargs)
+            rows = self._rows(fresh, args, kwargs)
+            return self._named(Newcomers(self).rejoin(fresh, state, labels, rows, num_steps, tol))
         refuse_held(state, "revisit")
         args, kwargs = self._arguments(args, kwargs, state)
         return self._named(Newcomers(self).revisit(dense_form(state), labels, args, kwargs, num_steps, tol))

@@ -12,7 +12,7 @@ from numpyro.infer import Trace_ELBO
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, AutoNormal
 from numpyro.optim import Adam
 
-from numpyro_pvi import PRIOR, PVI, Partition, _arriving_groups, _fits
+from numpyro_pvi import PRIOR, PVI, AutoExponentialFamily, Partition, _arriving_groups, _fits
 from numpyro_pvi.clients import Client, Exchange, InProcess, Processes
 from numpyro_pvi.clients._holders import Holders
 from numpyro_pvi.errors import ClientError, PartitionError, PVIError, StateError
@@ -133,6 +133,34 @@ def test_a_client_of_one_row_sees_what_the_others_see(tolerance):
     here = PVI(Partition(logistic, "data", labels), FULL(logistic)).run(KEY, 3, X, Y, progress_bar=False)
     np.testing.assert_allclose(run.losses, here.losses, rtol=0, atol=tolerance)
     assert_same(run.params, here.params, tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:forget_group")
+@pytest.mark.parametrize("guide", [FULL, AutoExponentialFamily], ids=["full", "family"])
+def test_a_client_that_leaves_is_forgotten_and_the_others_go_on(guide, tolerance):
+    """To the fit without it, from the sites that are left; and no run goes on before."""
+
+    def model(X, y):
+        linear(X, y, 0.5)
+
+    def fit(labels):
+        clients = [Client(model, guide(model), x, X[x == LABELS], Y[x == LABELS]) for x in labels]
+        return PVI(model, guide(model), runtime=InProcess(clients=clients))
+
+    three, two = fit(["east", "north", "south"]), fit(["south", "east"])
+    without = three.forget_group(three.run(KEY, 4, progress_bar=False).state, "north")
+    with pytest.raises(StateError, match="no group's rows are at hand"):
+        two.run(KEY, 1, init_state=without, progress_bar=False)
+    with pytest.raises(StateError, match="the clients are 'east', 'north', 'south', the state has 'east', 'south'"):
+        three.revisit(without, ["east", "south"])
+    back = two.revisit(without, ["east", "south"], num_steps=0)
+    assert back.present == ("east", "south")
+    q, wanted = (pvi.posterior(s)["w"] for pvi, s in ((two, back), (three, without)))
+    assert_same((q.mean, q.variance), (wanted.mean, wanted.variance), 10 * tolerance)
+    # A mean-field q of two correlated coordinates takes some rounds.
+    rounds, near = (4, 10 * tolerance) if guide is FULL else (40, 1e-4)
+    run = two.run(KEY, rounds, init_state=back, progress_bar=False)
+    assert_same(run.params, two.run(KEY, rounds, progress_bar=False).params, near)
 
 
 class Reborn:

@@ -88,7 +88,7 @@ class FactorStructure:
         return sum(role.signs for role in self.roles)
 
     @property
-    def strength(self) -> float:
+    def strength(self) -> int | float:
         """How many signs may meet in a product whose average is exact."""
         return {"strength 3": 3, "strength 5": 5, "all": self.num_signs, "random": math.inf}[self.design]
 
