@@ -264,6 +264,8 @@ def joint_design(count: int, found: Collection[FactorStructure]) -> str:
     :class:`FactorStructure`; "random" where one of them has none, or all combinations are too many.
     """
     wanted = max(one.strength for one in found)
+    if not count:
+        return "all"
     if wanted <= 3 and len(strength_three(count)) < 2**count:
         return "strength 3"
     if wanted <= 5 and count <= MOST_OF_FIVE and len(strength_five(count)) < 2**count:

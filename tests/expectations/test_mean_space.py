@@ -403,6 +403,7 @@ def test_what_stands_for_a_latent_that_does_not_matter_is_a_value_of_it(case):
         (16, [("strength 5", 16), ("all", 7)], "random"),
         (16, [("strength 5", 16), ("random", 16)], "random"),
         (3, [("all", 3), ("all", 2)], "all"),
+        (0, [("all", 0), ("all", 0)], "all"),
     ],
 )
 def test_a_design_that_serves_all_who_have_found_one(count, found, wanted):
