@@ -58,7 +58,7 @@ def test_structures_that_do_not_fit_are_named(structure):
 
 
 def groups_of(*labels):
-    return SimpleNamespace(num_groups=len(labels), labels=labels, continued=False)
+    return SimpleNamespace(num_groups=len(labels), labels=labels, continued=False, known=None)
 
 
 @pytest.mark.parametrize(("beta", "wanted"), [(2.0, [2, 2, 2]), ((1.0, 3.0, 2.0), [1, 3, 2]), ({"b": 4.0}, [1, 4, 1])])
