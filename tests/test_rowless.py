@@ -287,7 +287,6 @@ def test_what_reads_rows_is_refused_by_name(gradient):
     calls = {
         "khat": lambda: pvi.khat(state, rng_key=KEY),
         "prequential": lambda: pvi.prequential(state, X, Y, rng_key=KEY),
-        "revisit": lambda: pvi.revisit(state, "east", X, Y),
     }
     for verb, call in calls.items():
         with pytest.raises(PVIError, match=f"{verb} reads rows, which are with the clients alone"):
