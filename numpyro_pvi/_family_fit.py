@@ -57,7 +57,9 @@ from .families import ProductFamily, ProductNatural, repeated
 from .guides import NOT_SET_UP
 from .handlers import GroupTable
 from .runtime import (
+    DESIGN,
     RULE,
+    SHARED,
     SLOPES,
     ProductEngine,
     ProductPlan,
@@ -573,6 +575,14 @@ def _remark(state: PVIState, found: Contradiction) -> str:
         whose, name = "the prior factor" if label is None else "its likelihood", name.removeprefix(SLOPES)
         claimed = f"{whose} was taken to change along {name!r} as its slopes say"
         return remark(state, found, claimed, f"it jumps, and {name!r} is drawn and taken by values", label)
+    if name == DESIGN or name.startswith(SHARED):
+        own = plan.likelihood if factor == "likelihood" else plan.prior_factor
+        whose, name = "the prior factor" if label is None else "its likelihood", name.removeprefix(SHARED)
+        if name == DESIGN:
+            claimed = f"{whose} was averaged over signs of which at most {own.strength} meet in a product"
+            return remark(state, found, claimed, "over all combinations of them, or drawn ones", label)
+        claimed = f"{whose} was taken as one of which no term sees two entries along an axis of {name!r}"
+        return remark(state, found, claimed, "its members share no signs", label)
     if name == RULE:
         own = plan.likelihood if factor == "likelihood" else plan.prior_factor
         whose, names = "the prior factor" if label is None else "its likelihood", ", ".join(map(repr, own.by_rule))
@@ -599,7 +609,8 @@ def _drawn(pvi: Any, state: PVIState, names: dict[str, list[str]], notes: tuple[
     def drawn(structure: FactorStructure, claimed: list[str], where: str) -> FactorStructure:
         jumping = [name.removeprefix(SLOPES) for name in claimed if name.startswith(SLOPES)]
         every = [name.removeprefix(SLOPES) for name in claimed]
-        found = with_draws(structure, plan.family, every, expectation, where, jumping)
+        own = [name.removeprefix(SHARED) for name in claimed if name.startswith(SHARED)]
+        found = with_draws(structure, plan.family, every, expectation, where, jumping, own)
         # What a fixed rule was in it is in still, with what is at points beside, unless it is the rule that did not serve.
         kept = structure.by_rule and RULE not in claimed
         return with_rule(found, plan.family, expectation, plan.terms_together) if kept else found

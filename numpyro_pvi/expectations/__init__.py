@@ -34,6 +34,7 @@ from ._mean_space import (
     Laws,
     MeanSpace,
     RulePoints,
+    all_signs,
     all_values,
     joint_design,
     latin_cube,

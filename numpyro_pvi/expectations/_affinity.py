@@ -50,11 +50,11 @@ from ._mean_space import (
     MOST_OF_FIVE,
     FactorStructure,
     LatentRole,
+    MeanSpace,
     all_signs,
     all_values,
     count_signs,
     rule_axes,
-    sign_shape,
     strength_five,
     strength_three,
 )
@@ -252,12 +252,13 @@ def with_draws(
     expectation: str,
     where: str,
     by_values: Collection[str] = (),
+    own_signs: Collection[str] = (),
 ) -> FactorStructure:
     """A structure with some components drawn after all.
 
     ``structure``: what was found; ``family``: of q; ``names``: components that are to be drawn; ``expectation``: as of
-    :func:`find_structure`; ``where``: the factor's name, for messages; ``by_values``: of them, those that the factor jumps in.
-    Returns the structure; a design of signs that was only
+    :func:`find_structure`; ``where``: the factor's name, for messages; ``by_values``: of them, those that the factor jumps in;
+    ``own_signs``: components whose members do not share signs after all. Returns the structure; a design of signs that was only
     found to be exact is not trusted any more. Raises PVIError where something must be drawn that cannot be, or may not be.
     """
     # What terms see of several components together is not known of some of them.
@@ -271,6 +272,7 @@ def with_draws(
             role, kind=kind, first=0, signs=0, by_values=role.by_values or role.name in by_values
         )
         if kind == "exact":
+            role = dataclasses.replace(role, apart=() if role.name in own_signs else role.apart)
             role = dataclasses.replace(role, first=first, signs=count_signs(dict(family.components)[role.name], role))
             first += role.signs
         roles.append(role)
@@ -319,22 +321,11 @@ def _probe(family: ProductFamily, natural: ProductNatural, key: Any) -> dict[str
     return found
 
 
-@partial(Program, static=("family", "roles"))
-def _at_signs(
-    family: ProductFamily, roles: tuple[LatentRole, ...], coordinates: dict, signs: Array
-) -> dict[str, Array]:
+@partial(Program, static=("family", "structure"))
+def _at_signs(family: ProductFamily, structure: FactorStructure, coordinates: dict, signs: Array) -> dict[str, Array]:
     """Values of the conjugate components at rows of signs."""
-    families, found = dict(family.components), {}
-    for role in roles:
-        rule = pair_rule(families[role.name])
-        if role.kind == "exact" and rule is not None:
-            own = signs[:, role.first : role.first + role.signs]
-
-            def one(row: Array, rule: Any = rule, role: LatentRole = role) -> Array:
-                return rule.points(coordinates[role.name], sign_shape(families[role.name], role, row))
-
-            found[role.name] = jax.vmap(one)(own)
-    return found
+    space = MeanSpace(family, structure, 1)
+    return jax.vmap(lambda row: space.at_signs(coordinates, row))(signs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -588,7 +579,7 @@ def _design(
         for _ in range(3):
             signs = array[:, rng.permutation(count)] * rng.choice([-1.0, 1.0], count)
             placed = jax.device_get(
-                _at_signs(family, structure.roles, coordinates, jnp.asarray(signs, jnp.result_type(float)))
+                _at_signs(family, structure, coordinates, jnp.asarray(signs, jnp.result_type(float)))
             )
             rows.append([look.ask(0, {n: x[i] for n, x in placed.items()}) for i in range(len(array))])
         values = look.evaluate(terms)

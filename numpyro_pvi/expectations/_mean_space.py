@@ -385,7 +385,7 @@ class MeanSpace:
         """
         found, shares = self._points_of(variables["natural"], key, rows_key)
         draws = {name: own for name, (own, _) in found.items()}
-        value = self._average(variables, rest, density, self._signs(key), draws, shares)
+        value = self._average(variables, rest, density, self.signs(key), draws, shares)
         families, known, exact = dict(self.family.components), jnp.zeros(()), jnp.zeros(())
         for name, site in sites.items():
             family = base_family(families[name])
@@ -436,7 +436,7 @@ class MeanSpace:
                 return settled(jax.tree.map(lambda x: x[draw], draws), part, row, cell, node)
 
             def settled(drawn: dict, part: Any, row: Any, cell: Any, node: Any) -> Array:
-                values = rest["fixed"] | drawn | self._points(coordinates, signs[row])
+                values = rest["fixed"] | drawn | self.at_signs(coordinates, signs[row])
                 for role, family in by_nodes:
                     # The same node in all of them: every term sees one at most.
                     values[role.name] = _rule(family).at_nodes(coordinates[role.name], nodes[node])
@@ -502,7 +502,8 @@ class MeanSpace:
 
         return of
 
-    def _signs(self, key: Any) -> Array:
+    def signs(self, key: Any) -> Float[Array, "R K"]:
+        """Rows of the design of signs. ``key``: for rows that are drawn."""
         count = self.structure.num_signs
         if self.structure.design == "random":
             pairs = max(_RANDOM_PAIRS, self.num_draws)
@@ -555,7 +556,8 @@ class MeanSpace:
                 found[name] = family.sample_with_statistics(natural, own_key, (count,))
         return found
 
-    def _points(self, coordinates: dict[str, Any], signs: Array) -> dict[str, Array]:
+    def at_signs(self, coordinates: dict[str, Any], signs: Float[Array, "K"]) -> dict[str, Array]:
+        """Values of the conjugate components at one row of signs. ``coordinates``: by component, as of :meth:`variables`."""
         found = {}
         for role, family in self._components("exact"):
             rule, own = _rule(family), signs[role.first : role.first + role.signs]

@@ -36,10 +36,12 @@ from ._rule_checks import RULE
 from ._sharded import Sharded
 from ._starts import apart, best_of_short_runs, curvature_start, first_weights, site_with_rows, spread, tamed_sites
 from ._tilted import by_chains, chains_wanted, with_chains
-from ._verification import SLOPES, SLOPES_OF, factor_values, product_claims
+from ._verification import DESIGN, SHARED, SLOPES, SLOPES_OF, factor_values, product_claims
 
 __all__ = [
+    "DESIGN",
     "RULE",
+    "SHARED",
     "SLOPES",
     "SLOPES_OF",
     "Answers",

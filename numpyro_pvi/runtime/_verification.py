@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from .._numerics import in_batches, value_and_grad
 from .._state import Plan, PVIState
-from ..expectations import FIXED_RULES, FactorStructure, LatentRole, Laws, MeanSpace, claimed_terms
+from ..expectations import FIXED_RULES, FactorStructure, LatentRole, Laws, MeanSpace, all_signs, claimed_terms
 from ..factors import (
     Claim,
     GroupMasks,
@@ -302,8 +302,9 @@ _DIGITS, _ROUNDINGS = 4, 1.0
 _PRODUCT_TOGETHER = 1 << 16
 # What is folded into a state's key for these draws.
 _PRODUCT_SEED = 0x5EE6
-# What a claim begins with that is of slopes along a component.
-SLOPES = "slopes along "
+# What a claim begins with that is of slopes along a component, and of members that share their signs along an axis; and what it is
+# called that the design of signs is exact.
+SLOPES, SHARED, DESIGN = "slopes along ", "shared signs of ", "a design of signs"
 # Kinds of roles that claim something of a factor.
 _CLAIMED = ("exact", "absent", "predictors")
 # Points and weights of a third difference between two values: 0 for what is quadratic along the line.
@@ -315,13 +316,17 @@ def product_claims(plan: ProductPlan) -> tuple[str, ...]:
 
     That it is exact in the component, sees it through predictors, does not see it, or that no term sees two members of all that
     Hermite's rule is in at once; as "factor/slopes along component", that it changes along one as its slopes say, where it
-    may jump; and as "factor/a fixed rule", proved or not, that such a rule serves. ``plan``: the plan. Returns names under
-    "likelihood" and "prior factor", and under "prior" components whose prior is held exactly.
+    may jump; as "factor/shared signs of component", that no term sees two entries along an axis of its members; as "factor/a design
+    of signs", that no more of them meet in a product than the design has strength for; and as "factor/a fixed rule", proved or not,
+    that such a rule serves. ``plan``: the plan. Returns names under "likelihood" and "prior factor", and under "prior" components
+    whose prior is held exactly.
     """
     claimed, proved = [], plan.partition.proved
     for factor, found in (("likelihood", plan.likelihood), ("prior factor", plan.prior_factor)):
         if found is not None and factor.split()[0] not in proved:
             claimed += [f"{factor}/{role.name}" for role in found.roles if role.kind in _CLAIMED or _is_apart(role)]
+            claimed += [f"{factor}/{SHARED}{role.name}" for role in found.roles if role.kind == "exact" and role.apart]
+            claimed += [f"{factor}/{DESIGN}"] if found.strength < found.num_signs else []
         # Moments are of values: no slope is taken for what a factor does.
         if found is not None and not plan.tilted:
             claimed += [f"{factor}/{SLOPES}{name}" for name in found.by_slopes]
@@ -391,21 +396,26 @@ def _factor_checks(
         checks[RULE] = Check(*rule_gaps(problem, factor, natural, key))
     for name in (n for n in names if n.startswith(SLOPES)):
         checks[name] = _by_slopes(problem, factor, name.removeprefix(SLOPES), draws)
-    anchored = [name for name in names if name not in checks and _is_anchored(problem, roles[name])]
+    shared = [name for name in names if name.startswith(SHARED)]
+    anchored = [n for n in names if n not in checks and n in roles and _is_anchored(problem, roles[n])]
     for name in anchored:
         checks[name] = _by_message(problem, factor, roles[name], natural, draws)
-    seen = [name for name in names if name not in checks and roles[name].kind == "predictors"]
+    seen = [name for name in names if name not in checks and name in roles and roles[name].kind == "predictors"]
     if seen:
         checks |= dict.fromkeys(seen, _by_claimed_terms(problem, factor, structure, draws))
-    local = [name for name in names if name not in checks]
-    rng, settings, weights = np.random.default_rng(0), [], []
-    for name in local:
-        how = problem, structure, roles[name]
-        own = [_settings(*how, {n: x[b] for n, x in draws.items()}, rng, b) for b in range(_BACKGROUNDS)]
-        settings += [s for pairs, _ in own for s in pairs]
-        weights.append(own[0][1])
-    if local:
-        checks |= dict(zip(local, _weighed(_measured(problem, factor, _stacked(settings)), weights), strict=True))
+    # All that is left are sums over settings: one pass for all of them, most of what is compiled.
+    rng, sums = np.random.default_rng(0), {}
+    for name in (n for n in names if n not in checks):
+        if name == DESIGN:
+            sums[name] = _by_signs(problem, structure, natural, draws)
+            continue
+        at = [{n: x[b] for n, x in draws.items()} for b in range(_BACKGROUNDS)]
+        if name in shared:
+            own = [_along(problem, roles[name.removeprefix(SHARED)], x, b) for b, x in enumerate(at)]
+        else:
+            own = [_settings(problem, structure, roles[name], x, rng, b) for b, x in enumerate(at)]
+        sums[name] = _stacked([s for pairs, _ in own for s in pairs]), own[0][1]
+    checks |= _weighed(problem, factor, sums) if sums else {}
     return [checks[name] for name in names]
 
 
@@ -430,17 +440,17 @@ def _measured(problem: ProductProblem, factor: str, settings: dict) -> tuple[Flo
     return values, sizes + _ROUNDINGS * _where_finite(values, near) / _PRODUCT_TOLERANCE[values.dtype.name]
 
 
-def _weighed(evaluated: tuple[Array, Array], weights: list[list[float]]) -> list[Check]:
-    """One check for every component, of weighted sums of the values at its settings against each of the backgrounds."""
-    checks, begin = [], 0
-    values, sizes = evaluated
-    for own in weights:
-        count = _BACKGROUNDS * len(own)
-        value, size = (x[begin : begin + count].reshape(_BACKGROUNDS, len(own), -1) for x in (values, sizes))
-        begin, share = begin + count, jnp.asarray(own, values.dtype)[:, None]
+def _weighed(problem: ProductProblem, factor: str, sums: dict[str, tuple[dict, Sequence[float]]]) -> dict[str, Check]:
+    """By name a check of weighted sums of a factor's values at settings, as many at a time as there are weights."""
+    settings = jax.tree.map(lambda *x: jnp.concatenate(x), *(own for own, _ in sums.values()))
+    evaluated, begin, checks = _measured(problem, factor, settings), 0, {}
+    for name, (own, weights) in sums.items():
+        count = len(jax.tree.leaves(own)[0])
+        value, size = (x[begin : begin + count].reshape(-1, len(weights), x.shape[-1]) for x in evaluated)
+        begin, share = begin + count, jnp.asarray(weights, value.dtype)[:, None]
         plus, minus = (jnp.sum(jnp.maximum(sign * share, 0.0) * value, axis=1) for sign in (1, -1))
         size = jnp.sum(jnp.abs(share) * jnp.where(jnp.isfinite(size), size, 0.0), axis=1)
-        checks.append(Check(_where_finite(plus, minus), _allowed(size)))
+        checks[name] = Check(_where_finite(plus, minus), _allowed(size))
     return checks
 
 
@@ -580,18 +590,60 @@ def _mixed(
 
     Some are the component, or half of its members: at every two backgrounds that follow one another each of them once.
     """
-    held, families = {n: x[0] for n, x in draws.items()}, dict(problem.family.components)
-    settings, some, rng = [], {}, np.random.default_rng(background // 2)
+    families = dict(problem.family.components)
+    some, rng = {}, np.random.default_rng(background // 2)
     for name in structure.by_nodes:
         members = members_of(families[name])
         mask = np.full(members, name == role.name)
         if name == role.name and mask.size > 1:
             mask = rng.permutation(np.arange(mask.size) % 2 == background % 2).reshape(members)
-        some[name] = mask.reshape((*members, *(1,) * (held[name].ndim - len(members))))
+        some[name] = mask.reshape((*members, *(1,) * (draws[name].ndim - 1 - len(members))))
+    return _both_ways(draws, some)
+
+
+def _both_ways(draws: dict, some: dict[str, np.ndarray]) -> tuple[list[dict], list[float]]:
+    """A draw with another's values at both parts of the members of some components, at one of them, and at none."""
+    held, settings = {n: x[0] for n, x in draws.items()}, []
     for first, second in ((True, True), (True, False), (False, True), (False, False)):
         new = {n: jnp.where(np.where(x, first, second), draws[n][1], held[n]) for n, x in some.items()}
         settings.append(held | new)
     return settings, [1.0, -1.0, -1.0, 1.0]
+
+
+def _along(problem: ProductProblem, role: LatentRole, draws: dict, background: int) -> tuple[list[dict], list[float]]:
+    """The same of a component whose members share signs along axes: half of the entries along each of them."""
+    members = members_of(dict(problem.family.components)[role.name])
+    settings, weights, rng = [], [], np.random.default_rng(background)
+    for axis in role.apart:
+        half = rng.permutation(np.arange(members[axis]) % 2 == 0)
+        mask = half.reshape([-1 if i == axis else 1 for i in range(draws[role.name].ndim - 1)])
+        own = _both_ways(draws, {role.name: mask})
+        settings, weights = settings + own[0], weights + own[1]
+    return settings, weights
+
+
+def _by_signs(
+    problem: ProductProblem, structure: FactorStructure, natural: ProductNatural, draws: dict
+) -> tuple[dict, list[float]]:
+    """Settings at rows of signs, and weights that add up to 0 if no more signs meet in a product than the design has strength for.
+
+    The factor is a polynomial of the signs. Of some blocks of them, one more than the strength, the sum over flips of whole blocks,
+    each with its sign, leaves only products of signs from all the blocks. They are dealt out at random.
+    """
+    space, strength = MeanSpace(problem.family, structure, 1), int(structure.strength)
+    coordinates, rng = space.variables(natural)[0]["coordinates"], np.random.default_rng(0)
+    flips = all_signs(strength + 1)
+    times = _BACKGROUNDS * max(1, len(space.signs(jax.random.key(0))) // len(flips))
+    rows, held = [], []
+    for i in range(times):
+        owner = rng.permutation(np.arange(structure.num_signs) % (strength + 1))
+        rows.append(rng.choice([-1.0, 1.0], structure.num_signs) * flips[:, owner])
+        held.append(np.full(len(flips), i % _BACKGROUNDS))
+    backgrounds = np.concatenate(held)
+    settings = {n: x[backgrounds, 0] for n, x in draws.items()}
+    signs = jnp.asarray(np.concatenate(rows), jnp.result_type(float))
+    settings |= jax.vmap(lambda row: space.at_signs(coordinates, row))(signs)
+    return settings, [float(x) for x in flips.prod(axis=1) / 2**strength]
 
 
 def factor_values(

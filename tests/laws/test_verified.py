@@ -419,3 +419,51 @@ def test_when_is_a_matter_of_the_number_of_rounds_alone():
         done += min(7, verifier.room(done))
         rounds.append(done)
     assert [n for n in rounds if n & (n - 1) == 0 and n >= 32] == [32, 64, 128, 256]
+
+
+def table(y, pairs=False, all_meet=False):
+    """Loadings of columns, of which a cell sees one column's; or the next one's as well; or a product of seven of all eight."""
+    load = numpyro.sample("load", dist.Normal(jnp.zeros((2, 4)), 1.0).to_event(2))
+    tau = numpyro.sample("tau", dist.Gamma(2.0, 1.0))
+    mean = load[0] + load[1]
+    mean = mean + jnp.roll(load[1], 1) if pairs else mean
+    mean = mean + jnp.prod(load[0]) if all_meet else mean
+    with numpyro.plate("data", y.shape[0], dim=-2), numpyro.plate("columns", 4, dim=-1):
+        numpyro.sample("obs", dist.Normal(mean, 1 / jnp.sqrt(tau)), obs=y)
+
+
+@pytest.mark.parametrize("kind", ["holds", "pairs", "all_meet"])
+def test_that_members_share_signs_and_few_of_them_meet_is_verified(monkeypatch, kind):
+    """A false guess of each is planted: signs shared by columns that meet, and an array of strength 3 for products of five."""
+    find = product_plan.find_structure
+
+    def found(family, natural, terms, key, expectation, where, *rest):
+        own = find(family, natural, terms, key, expectation, where, *rest)
+        if where != "groups' likelihood":
+            return own
+        apart, signs = ((), 8) if kind == "all_meet" else ((1,), 2)
+        how = {"load": {"first": 0, "signs": signs, "apart": apart}, "tau": {"first": signs, "signs": 1}}
+        roles = [dataclasses.replace(r, kind="exact", single=r.name == "tau", **how[r.name]) for r in own.roles]
+        return dataclasses.replace(own, roles=tuple(roles), design="strength 3" if kind == "all_meet" else "all")
+
+    monkeypatch.setattr(product_plan, "find_structure", found)
+    model = lambda y: table(y, **{kind: True} if kind != "holds" else {})  # noqa: E731
+    y = np.random.default_rng(8).normal(size=(N, 4)) + np.array([0.5, -0.5, 1.0, 0.0])
+    pvi = PVI(Partition(model, "data", LABELS), AutoExponentialFamily(model))
+    state = unproved(pvi.init(KEY, y))
+    claimed = {"holds": "shared signs of load", "pairs": "shared signs of load", "all_meet": "a design of signs"}[kind]
+    assert f"likelihood/{claimed}" in pvi._engine.claims(state.plan)
+    arguments = rows_of(state.plan, *pvi._arguments((y,), {}))
+    seen = contradictions(pvi, state, *arguments)
+    assert {one.claim for one in seen} == (set() if kind == "holds" else {f"likelihood/{claimed}"})
+    if kind == "holds":
+        return
+    after = pvi._fit.demoted(pvi, state, seen, *arguments)
+    told = {
+        "pairs": "one of which no term sees two entries along an axis of 'load', but differs",
+        "all_meet": "averaged over signs of which at most 3 meet in a product, but differs",
+    }
+    assert told[kind] in " ".join(pvi.info(after).notes)
+    assert pvi.info(after).expectation[-1] == "closed form"
+    result = pvi.run(KEY, 8, y, init_state=after, progress_bar=False)
+    assert_true_loss(pvi, result, y)
