@@ -210,7 +210,9 @@ def find_structure(
     elif first > FEW_SIGNS:
         structure = dataclasses.replace(structure, design=_design(family, components, structure, terms, rng))
     structure = with_rule(structure, family, expectation, max(size, values.shape[1]))
-    _refuse(structure, family, expectation, where)
+    if expectation != "values":
+        structure = _by_values_where_periodic(structure, family)
+    _refuse(structure, expectation, where)
     return structure
 
 
@@ -226,7 +228,9 @@ def with_rule(structure: FactorStructure, family: ProductFamily, expectation: st
     own = [role for role in structure.roles if role.kind == "draws"]
     # A component of rows may begin at members under which expectations are infinite.
     if any(
-        r.by_values or levels_of(families[r.name]) is None or (r.axis is not None and is_wild(families[r.name]))
+        (r.by_values and (r.jumps or not base_family(families[r.name]).periodic))
+        or levels_of(families[r.name]) is None
+        or (r.axis is not None and is_wild(families[r.name]))
         for r in own
     ):
         return structure
@@ -278,8 +282,21 @@ def with_draws(
         roles.append(role)
     design = "all" if first <= MANY_SIGNS else "random"
     changed = dataclasses.replace(structure, roles=tuple(_by_nodes(roles)), design=design, terms=terms, nodes=0)
-    _refuse(changed, family, expectation, where)
+    if expectation != "values":
+        changed = _by_values_where_periodic(changed, family)
+    _refuse(changed, expectation, where)
     return changed
+
+
+def _by_values_where_periodic(structure: FactorStructure, family: ProductFamily) -> FactorStructure:
+    """A structure whose drawn components on the circle are taken by values: their draws have no derivatives in q."""
+    families = dict(family.components)
+
+    def one(role: LatentRole) -> LatentRole:
+        periodic = role.kind == "draws" and base_family(families[role.name]).periodic
+        return dataclasses.replace(role, by_values=True) if periodic else role
+
+    return dataclasses.replace(structure, roles=tuple(map(one, structure.roles)))
 
 
 def probe_values(family: ProductFamily, natural: ProductNatural, key: Any) -> dict[str, Array]:
@@ -593,7 +610,7 @@ def _design(
     return "all" if count <= MANY_SIGNS else "random"
 
 
-def _refuse(structure: FactorStructure, family: ProductFamily, expectation: str, where: str) -> None:
+def _refuse(structure: FactorStructure, expectation: str, where: str) -> None:
     if expectation == "quadrature" and not structure.exact:
         raise PVIError(
             "expectation='quadrature' is for normal and log-normal latents, and Gaussian chains, of which no term sees two "
@@ -608,14 +625,6 @@ def _refuse(structure: FactorStructure, family: ProductFamily, expectation: str,
             f"an exact expectation was asked for, but the {where} has none ({what}). Leave expectation='auto', which draws "
             "what is not conjugate and takes the rest in closed form."
         )
-    families = dict(family.components)
-    for name in structure.drawn if expectation != "values" else ():
-        if base_family(families[name]).periodic:
-            raise PVIError(
-                f"latent {name!r} has a von Mises family, and the {where} depends on it in more than its cosine and sine, "
-                "which would take draws that are not differentiable: use AutoNormal or AutoMultivariateNormal, or another "
-                f"prior for {name!r}."
-            )
 
 
 # ------------------------------------------------------------------------------------ latents with finitely many values
