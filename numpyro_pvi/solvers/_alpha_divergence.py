@@ -24,7 +24,7 @@ from ..families import (
 from ..sites import back_off, select
 from ._base import LocalResult, TiltedFactor
 from ._matching import MatchesMoments, MatchState, check_moments, check_share, match_visit
-from ._minibatch import Optimiser, as_optimiser, late_weight
+from ._minibatch import Gaps, Optimiser, as_optimiser, late_weight
 from ._power_ep import PowerEP
 
 
@@ -37,6 +37,8 @@ class _Walk(NamedTuple):
     average: Float[Array, "P"]
     # What was found at the last step.
     found: Tilted
+    # What was asked for.
+    gaps: Gaps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +53,8 @@ class _Whitened:
     family: GaussianFamily
     q: GaussianNatural
     moments: GaussianMoments
+    # Whether an optimiser compares values.
+    searched: bool
 
     @property
     def size(self) -> int:
@@ -84,6 +88,12 @@ class _Whitened:
         precision = 0.5 * (precision + precision.T)
         return self.family.natural(precision @ (self.moments.loc + scale @ shift) + back @ shift, precision)
 
+    def length(self, change: GaussianNatural) -> Float[Array, ""]:
+        """Length of a change of natural parameters in sds of the first q, to first order."""
+        scale, shift = self.moments.scale, self.family.shift(change, self.moments)
+        stretch = scale.T @ change.precision @ scale if self.family.full else scale**2 * change.precision
+        return jnp.sqrt(jnp.sum(shift**2) + 0.5 * jnp.sum(stretch**2))
+
     def within(self, last: Float[Array, "P"], new: Float[Array, "P"]) -> Float[Array, "P"]:
         """The new point: there is none that is not normalisable."""
         return new
@@ -112,6 +122,8 @@ class _Whitened:
         return -jnp.sum(jnp.log(jnp.diagonal(root))) + 0.5 * (jnp.sum(spread**2) + jnp.sum(distance**2))
 
 
+# Nats that values must be known to for a line search, and how much coarser than where a visit begins they may be else.
+_RESOLVED, _COARSER = 1e-3, 8.0
 # Squared sds up to which a gap is told to first order.
 _NEAR = 1.0
 
@@ -139,6 +151,10 @@ class _MetricCoordinates:
     def change(self, point: Float[Array, "P"]) -> ProductNatural:
         """Natural parameters of the local q less the first one's."""
         return self.metric.change(point)
+
+    def length(self, change: ProductNatural) -> Float[Array, ""]:
+        """Length of a change of natural parameters in sds of the first q."""
+        return jnp.linalg.norm(self.metric.coordinates(change))
 
     def within(self, last: Float[Array, "P"], new: Float[Array, "P"]) -> Float[Array, "P"]:
         """The new point, or one nearer to the last one that is normalisable."""
@@ -270,20 +286,28 @@ class AlphaDivergence(MatchesMoments):
     ) -> LocalResult:
         """One visit: see :class:`numpyro_pvi.solvers.LocalSolver`."""
         family, q = factor.family, cavity + site
+        searched = as_optimiser(self.optim, "AlphaDivergence").searches
         local: Any = (
-            _Whitened(family, q, family.moments(q))
+            _Whitened(family, q, family.moments(q), searched)
             if family.located
-            else _MetricCoordinates(
-                family, q, whitening(family, q), as_optimiser(self.optim, "AlphaDivergence").searches
-            )
+            else _MetricCoordinates(family, q, whitening(family, q), searched)
         )
-        walk = self._walk(factor, local, q, site, key)
-        found = walk.found._replace(change=local.change(walk.average))
+        walk, begun = self._walk(factor, local, q, site, key)
+        change, found = local.change(walk.average), walk.found
+        # A line search that ends no nearer to what is asked for, or nowhere, compared values that are none.
+        gaps = walk.gaps
+        stray = gaps.about(walk.average, local.length) if begun is None else ~gaps.nearer(local.length)
+        change = select(stray, gaps.first, change)
+        if begun is not None:
+            found = select(stray, begun, found)
+        found = found._replace(change=change)
         # No chains: they would start at every step.
         return match_visit(family, q, site, found, state, factor.rules._replace(may_chain=False))
 
-    def _walk(self, factor: Any, local: Any, q: Any, site: Any, key: Any) -> _Walk:
+    def _walk(self, factor: Any, local: Any, q: Any, site: Any, key: Any) -> tuple[_Walk, Tilted | None]:
+        """The way through a visit, and under a line search what was found where it began."""
         optimiser: Optimiser = as_optimiser(self.optim, "AlphaDivergence")
+        family = local.family
         share = (0.0 if optimiser.searches else 0.5) if self.average == "auto" else float(self.average)
         first = min(self.num_steps - 1, int((1.0 - share) * self.num_steps))
 
@@ -304,13 +328,20 @@ class AlphaDivergence(MatchesMoments):
             point = local.within(walk.point, point)
             # What a line search saw on its way is its own.
             found = look(point, own) if optimiser.searches else seen[0]
-            average = walk.average + late_weight(k, first) * (point - walk.average)
-            return _Walk(point, state, average, found)
+            weight, gaps = late_weight(k, first), walk.gaps
+            average = walk.average + weight * (point - walk.average)
+            asked = family.symmetrise(found.change)
+            gaps = gaps._replace(late=asked) if optimiser.searches else gaps.seen(k, weight, asked, point)
+            return _Walk(point, state, average, found, gaps)
 
         zero = jnp.zeros((local.size,), jax.tree.leaves(q)[0].dtype)
+        begun = look(zero, key) if optimiser.searches else None
         shapes = jax.eval_shape(lambda: look(zero, key))
         empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        return jax.lax.fori_loop(0, self.num_steps, step, _Walk(zero, optimiser.init(zero), zero, empty))
+        asked = empty.change if begun is None else family.symmetrise(begun.change)
+        gaps = Gaps(asked, empty.change, jnp.zeros((), zero.dtype))
+        walk = _Walk(zero, optimiser.init(zero), zero, empty, gaps)
+        return jax.lax.fori_loop(0, self.num_steps, step, walk), begun
 
     def _loss(self, local: Any, q: Any, point: Float[Array, "P"], found: Tilted) -> tuple[Array, Array]:
         """The divergence up to a constant, in nats, and its gradient; where moments fail, infinity and no direction."""
@@ -321,4 +352,11 @@ class AlphaDivergence(MatchesMoments):
         if self.alpha < 1.0:
             value = -(family.log_partition(now) - family.log_partition(q) + found.value) / (1.0 - self.alpha)
         good = found.valid & matched & jnp.all(jnp.isfinite(slope))
+        if local.searched:
+            # Values are compared: where what they are a difference of has rounded it away, or they are at less than the power
+            # because weights collapsed, none is lower than another.
+            begun, here = jnp.abs(family.log_partition(q)), jnp.abs(family.log_partition(now)) + jnp.abs(found.value)
+            eps = jnp.finfo(value.dtype).eps
+            good &= eps * (begun + here) < jnp.maximum(_RESOLVED, _COARSER * eps * begun)
+            good &= found.temper >= 1.0
         return jnp.where(good & jnp.isfinite(value), value, jnp.inf), jnp.where(good, slope / used, 0.0)

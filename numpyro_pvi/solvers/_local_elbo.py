@@ -19,6 +19,7 @@ from ._base import LocalFactor, LocalResult
 from ._minibatch import (
     SMALLEST_SHARE,
     BatchSolver,
+    Gaps,
     Optimiser,
     as_optimiser,
     check_steps,
@@ -68,6 +69,8 @@ class _Whitened(NamedTuple):
     backoffs: Int[Array, ""]
     # Whether any step was taken.
     moved: Bool[Array, ""]
+    # What was asked for, in these coordinates.
+    gaps: Gaps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,6 +330,7 @@ class LocalELBO(BatchSolver):
         rows_key, noise_key = jax.random.split(key)
         batches = plan_batches(factor, rows_key, self.batch_size, self.num_steps, self.epochs)
         first, white = self._first_averaged(batches.num_steps), whitening(family, q)
+        seen: list = []
 
         def loss(k: Any, x: Array) -> tuple[Array, Array]:
             here = site + white.change(x)
@@ -337,7 +341,8 @@ class LocalELBO(BatchSolver):
             found = factor.message(cavity, here, own, rows)
             gap = found.target - here
             if not optimiser.searches:
-                return -found.value, -white.coordinates(gap)
+                seen.append(asked := white.coordinates(gap))
+                return -found.value, -asked
             value = found.value - family.inner(here, family.natural_to_mean(at)) + family.log_partition(at)
             slope, valid = white.slope(family.fisher_product(at, gap)), family.in_domain(at)
             return jnp.where(valid, -value, jnp.inf), jnp.where(valid, -slope, 0.0)
@@ -353,14 +358,27 @@ class LocalELBO(BatchSolver):
             share, tries = back_off(valid, jnp.ones((), change.dtype))
             x = walk.x + change * jnp.where(tries < MAX_HALVINGS, share, 0.0)
             state = select(tries > 0, optimiser.init(x), select(sound, state, walk.optimiser))
-            average = walk.average + late_weight(k, first) * (x - walk.average)
-            return _Whitened(x, state, average, walk.backoffs + tries, walk.moved | (sound & (tries < MAX_HALVINGS)))
+            weight = late_weight(k, first)
+            average = walk.average + weight * (x - walk.average)
+            gaps = walk.gaps if optimiser.searches else walk.gaps.seen(k, weight, seen.pop(), x)
+            moved = walk.moved | (sound & (tries < MAX_HALVINGS))
+            return _Whitened(x, state, average, walk.backoffs + tries, moved, gaps)
 
         zero = jnp.zeros((white.size,), jax.tree.leaves(site)[0].dtype)
         kept = self.optimiser_state == "keep"
-        begin = _Whitened(zero, state if kept else optimiser.init(zero), zero, jnp.int32(0), jnp.array(False))
+        begin = _Whitened(
+            zero,
+            state if kept else optimiser.init(zero),
+            zero,
+            jnp.int32(0),
+            jnp.array(False),
+            Gaps(zero, zero, jnp.zeros((), zero.dtype)),
+        )
         walk = jax.lax.fori_loop(0, batches.num_steps, step, begin)
-        new = family.symmetrise(site + white.change(walk.average))
+        x = walk.average
+        if not optimiser.searches:
+            x = select(walk.gaps.about(x, jnp.linalg.norm), walk.gaps.first, x)
+        new = family.symmetrise(site + white.change(x))
         good = walk.moved & family.in_domain(q) & all_finite(new) & family.in_domain(cavity + new)
         state = select(good, walk.optimiser, state) if kept else state
         return LocalResult(select(good, new, site), state, walk.backoffs, good)

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax.example_libraries import optimizers
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 from numpyro.optim import Minimize, _NumPyroOptim
 
 from ..errors import PVIError
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural
-from ..sites import MAX_HALVINGS, back_off
+from ..sites import MAX_HALVINGS, back_off, select
 from ._base import SolverDefaults
 
 # A visit leaves at least this share of a precision of the local q: noise in the curvature may exceed the precision
@@ -229,6 +229,10 @@ class BatchSolver(SolverDefaults):
 # One interface for optax's and NumPyro's optimisers: of a flat vector, and of a model's ``numpyro.param`` values.
 
 _DEFAULT_STEP = 0.01
+# Units of rounding that a value may rise by in a step of a line search.
+_ROUNDINGS = 8.0
+# Sds of q within which a visit begins near to what is asked for; what share of that, and of its reach, is little.
+_NEAR, _LESS = 0.1, 0.5
 
 Objective = Callable[[Float[Array, "D"]], tuple[Float[Array, ""], Float[Array, "D"]]]
 """A point to the loss there, in nats, and its gradient."""
@@ -241,6 +245,53 @@ class Optimiser(NamedTuple):
     step: Callable[[Objective, Float[Array, "D"], Any], tuple[Float[Array, "D"], Any]]
     # Whether a step looks at the objective more than once, so that it must not be noisy (a line search).
     searches: bool
+
+
+def _only_down(step: Callable) -> Callable:
+    """Steps of an optimiser with a line search, less those that end where the loss is no lower.
+
+    At a minimum the values that it compares are rounding, and where it finds none that is lower it may end anywhere.
+    """
+
+    def guarded(objective: Objective, point: Float[Array, "D"], state: Any) -> tuple[Float[Array, "D"], Any]:
+        before, (new, after) = objective(point)[0], step(objective, point, state)
+        value = objective(new)[0]
+        rounding = _ROUNDINGS * jnp.finfo(value.dtype).eps * jnp.abs(before)
+        down = jnp.isfinite(value) & ((value <= before + rounding) | ~jnp.isfinite(before))
+        return select(down, new, point), select(down, after, state)
+
+    return guarded
+
+
+class Gaps(NamedTuple):
+    """What a factor asks of its site: where a visit began, and on average over its late iterates.
+
+    An optimiser whose steps have a length of their own, as Adam's, walks about a minimum that it begins near to; where the walk's
+    late iterates lie about its beginning, rounds stand still beside the minimum, however far these lie from it.
+    """
+
+    first: Any
+    late: Any
+    # How far late iterates are from the beginning on average.
+    reach: Float[Array, ""]
+
+    def seen(self, k: Any, weight: Any, gap: Any, point: Float[Array, "K"]) -> Gaps:
+        """Those after step ``k`` to a point: what was asked for where it was taken, its ``weight`` among late iterates."""
+        late = jax.tree.map(lambda old, new: old + weight * (new - old), self.late, gap)
+        reach = self.reach + weight * (jnp.linalg.norm(point) - self.reach)
+        return Gaps(select(k == 0, gap, self.first), late, reach)
+
+    def about(self, average: Float[Array, "K"], length: Callable[[Any], Float[Array, ""]]) -> Bool[Array, ""]:
+        """Whether a visit that began near walked about its beginning and came no nearer: what it was asked at first serves better.
+
+        ``average``: of late iterates; ``length``: of a gap, in sds of q.
+        """
+        begun, net = length(self.first), jnp.linalg.norm(average)
+        return (begun < _NEAR) & (length(self.late) > _LESS * begun) & (net < _LESS * self.reach)
+
+    def nearer(self, length: Callable[[Any], Float[Array, ""]]) -> Bool[Array, ""]:
+        """Whether much less is asked for late in a visit than where it began. ``length``: as of :meth:`about`."""
+        return length(self.late) <= _LESS * length(self.first)
 
 
 def as_optimiser(optim: Any, owner: str) -> Optimiser:
@@ -351,7 +402,7 @@ def _of_numpyro(optim: Any, searches: bool) -> Optimiser:
             return jnp.where(before == point, after, point + (after - before)), state
         return optim.get_params(state), state
 
-    return Optimiser(optim.init, step, searches)
+    return Optimiser(optim.init, _only_down(step) if searches else step, searches)
 
 
 def _of_optax(optim: Any) -> Optimiser:
@@ -367,7 +418,8 @@ def _of_optax(optim: Any) -> Optimiser:
     state = jax.eval_shape(optim.init, jax.ShapeDtypeStruct((2,), jnp.result_type(float)))
     kinds = (optax.ScaleByZoomLinesearchState, optax.ScaleByBacktrackingLinesearchState, optax.ScaleByLBFGSState)
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
-    return Optimiser(optim.init, step, any(isinstance(x, kinds) for x in nodes))
+    searches = any(isinstance(x, kinds) for x in nodes)
+    return Optimiser(optim.init, _only_down(step) if searches else step, searches)
 
 
 def differentiable(objective: Objective) -> Callable[[Float[Array, "D"]], Float[Array, ""]]:

@@ -3,15 +3,20 @@
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import optax
 import pytest
-from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
+from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, AutoNormal
 
 import numpyro_pvi.solvers._alpha_divergence as alpha_divergence
+import numpyro_pvi.solvers._minibatch as minibatch
+from numpyro_pvi import PVI, AutoExponentialFamily, Partition
 from numpyro_pvi.schedules import Asynchronous, Decentralized, Sequential, StochasticSubset, Synchronous
-from numpyro_pvi.solvers import AlphaDivergence, PowerEP
+from numpyro_pvi.solvers import AlphaDivergence, LocalELBO, PowerEP
 
 from . import ep_oracles, oracles
 from .fits import fit, numbers
@@ -75,6 +80,54 @@ def test_adam_reaches_it_within_its_step(x64):
     fitted = logistic(AlphaDivergence(0.5, num_steps=40), Sequential(), 15)
     wanted = ep_oracles.grid_ep(COLUMN, LABELS, groups(3), power=0.5)
     assert np.all(gaps(fitted, wanted)[:2] < 0.02)
+
+
+SEEN = np.random.default_rng(0).normal(2.0, 1.5, 60)
+
+
+def shifted(y):
+    m = numpyro.sample("m", dist.Normal(0.0, 2.0))
+    with numpyro.plate("data", len(y)):
+        numpyro.sample("y", dist.Normal(m, 1.5), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("solver", "guide"),
+    [
+        (AlphaDivergence(0.5, optax.adam(0.05), num_steps=20), AutoMultivariateNormal),
+        (AlphaDivergence(0.5, optax.lbfgs(), num_steps=6), AutoMultivariateNormal),
+        (AlphaDivergence(0.5, optax.lbfgs(), num_steps=20), AutoNormal),
+        pytest.param(
+            AlphaDivergence(0.5, optax.adam(0.05), num_steps=20), AutoExponentialFamily, marks=pytest.mark.slow
+        ),
+        (LocalELBO(optax.adam(0.05), num_steps=20), AutoExponentialFamily),
+    ],
+    ids=["adam", "lbfgs", "lbfgs mean-field", "adam families", "elbo adam families"],
+)
+def test_what_says_converged_is_at_the_closed_form(solver, guide):
+    """Where steps have a length of their own, and where values that a line search compares are rounding.
+
+    Rounds stood still a hundredth of a sd beside the limit under Adam, and, in single precision, at -1e12 nats under L-BFGS.
+    """
+    pvi = PVI(Partition(shifted, "data", 3), guide(shifted), solver=solver)
+    result = pvi.run(jax.random.key(0), 60, SEEN, tol=1e-4, progress_bar=False)
+    precision = len(SEEN) / 1.5**2 + 0.25
+    found = pvi.posterior(result.state)["m"]
+    assert result.converged
+    assert abs(float(found.mean) - SEEN.sum() / 1.5**2 / precision) * precision**0.5 < 2e-4
+    assert abs(0.5 * np.log(float(found.variance) * precision)) < 2e-4
+
+
+@pytest.mark.once
+def test_a_walk_that_ends_about_its_beginning_is_seen(monkeypatch):
+    """Without it rounds stand still beside the limit, and say that they have converged."""
+    monkeypatch.setattr(minibatch, "_NEAR", 0.0)
+    solver = AlphaDivergence(0.5, optax.adam(0.05), num_steps=21)
+    pvi = PVI(Partition(shifted, "data", 3), AutoMultivariateNormal(shifted), solver=solver)
+    result = pvi.run(jax.random.key(0), 60, SEEN, tol=1e-4, progress_bar=False)
+    precision = len(SEEN) / 1.5**2 + 0.25
+    assert result.converged
+    assert abs(0.5 * np.log(float(pvi.posterior(result.state)["m"].variance) * precision)) > 1e-3
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def test_the_prior_factor_is_matched_at_the_same_power():
 def test_points_are_normalisable_qs(full, x64):
     """A point's natural parameters are those of the location and precision that it stands for."""
     family, q, _ = q_of(full)
-    local = _Whitened(family, q, family.moments(q))
+    local = _Whitened(family, q, family.moments(q), False)
     point = jnp.linspace(-0.7, 0.9, local.size)
     shift, root = local.split(point)
     new = q + local.change(point)
@@ -82,7 +82,7 @@ def test_points_are_normalisable_qs(full, x64):
 def test_the_slope_is_that_of_the_divergence(full, x64):
     """By moments, against the derivative of the divergence's own value, in closed form for a quadratic factor."""
     family, q, site = q_of(full)
-    solver, local = AlphaDivergence(0.4), _Whitened(family, q, family.moments(q))
+    solver, local = AlphaDivergence(0.4), _Whitened(family, q, family.moments(q), False)
 
     def loss(point):
         change = local.change(point)
