@@ -620,7 +620,7 @@ def khat_of_sites(
 
 def _settled_each(weights_of: Callable[[int], Any], factors: int, num_samples: int, read: Any) -> list[float]:
     """:func:`settled` of every factor, whose weights at the same draws are columns."""
-    known = functools.cache(lambda count: np.asarray(weights_of(count), np.float64))
+    known = functools.cache(lambda count: np.asarray(weights_of(count)))
     return [settled(lambda count, i=i: known(count)[:, i], num_samples, read) for i in range(factors)]
 
 
