@@ -312,6 +312,7 @@ def drive(
     verify: Any = None,
     workers: Callable[[], str] | None = None,
     values: Callable[[PVIState], Any] = lambda state: None,
+    once: bool = False,
 ) -> Run:
     """Run blocks of rounds until the number is reached, the tolerance is met, or a callback or the user stops it.
 
@@ -321,23 +322,22 @@ def drive(
     the bar of :func:`waiting`; it is closed here; ``checkpoint``: where to write the progress, or None; ``verify``: looks at
     the structure in use between blocks, and whether the run would end there; see :class:`numpyro_pvi._verified.Verifier`;
     ``workers``: what the bar says of those that answer for the groups, or None; ``values``: the factors' expected log densities at
-    a state, as :func:`refuse_unbounded` asks for them. Returns the last state, the losses of all
-    rounds, and how it ended. Raises SkippedGroupError when a factor was skipped in :data:`SKIP_LIMIT` rounds running;
+    a state, as :func:`refuse_unbounded` asks for them; ``once``: whether groups are absorbed once. Returns the last state, the
+    losses of all rounds, and how it ended. Raises SkippedGroupError when a factor was skipped in :data:`SKIP_LIMIT` rounds running;
     NonFiniteLossError when the rounds end with a loss that is not finite.
     """
     limit = np.asarray(-1.0 if tol is None else tol, jnp.result_type(float))
     bar = progress_bar if isinstance(progress_bar, tqdm.tqdm) else waiting(num_steps, progress_bar)
-    step = 1 if callback is not None else BLOCK if bar.disable else max(1, min(BLOCK, num_steps // 20))
-    now = written = before
+    step, now, written = _step(bar, num_steps, callback), before, before
     if checkpoint is not None and not before.done:
         # A folder that cannot be written to, or a label that cannot be stored, should show before hours of rounds.
         checkpoint.write(before)
-    converged, message = None if tol is None else False, ""
+    converged, message, ended = None if tol is None else False, "", functools.partial(_ended, info, tol, once)
     try:
         bar.n = bar.initial = before.done
         bar.set_description("compiling")
         # A run that was stopped between its last write and what follows it takes that up first.
-        converged, message = _ended(now, info, tol, callback if now.done < num_steps else None)
+        converged, message = ended(now, callback if now.done < num_steps else None)
         while now.done < num_steps and not message:
             rooms = [x.room(now.done) for x in (checkpoint, verify) if x is not None]
             # Who watches sees the first round as soon as there is one. Of the run, and not of this call: a run that is gone on
@@ -356,11 +356,11 @@ def drive(
             bar.set_postfix_str(_shown(-block[-1], now.reports[-1], workers), refresh=False)
             _raise_if_stuck(state)
             if verify is not None:
-                now = verify(now, now.done >= num_steps or bool(_ended(now, info, tol, None)[1]))
+                now = verify(now, now.done >= num_steps or bool(ended(now, None)[1]))
             if checkpoint is not None and checkpoint.due(now.done):
                 checkpoint.write(now)
                 written = now
-            converged, message = _ended(now, info, tol, callback)
+            converged, message = ended(now, callback)
     except KeyboardInterrupt:
         message = f"interrupted by the user after {now.done} rounds; the state is that of the last finished block"
     finally:
@@ -404,9 +404,16 @@ def _closed(now: Progress, tol: float | None, message: str, values: Callable[[PV
     return f"ran {now.done} rounds{reached}" + (f": {detail}" if detail else "")
 
 
-def _ended(now: Progress, info: Callable, tol: float | None, callback: Callable | None) -> tuple[bool | None, str]:
+def _step(bar: tqdm.tqdm, num_steps: int, callback: Callable | None) -> int:
+    """Rounds of a block: one where somebody is called after each, few where somebody watches."""
+    return 1 if callback is not None else BLOCK if bar.disable else max(1, min(BLOCK, num_steps // 20))
+
+
+def _ended(
+    info: Callable, tol: float | None, once: bool, now: Progress, callback: Callable | None
+) -> tuple[bool | None, str]:
     """Whether a run has converged (None when that was not asked for), and why it should stop now, if it should."""
-    converged, why = ending(now.state, now.done, tol)
+    converged, why = ending(now.state, now.done, tol, once)
     if why:
         return converged, why
     if now.done and callback is not None and callback(now.done, now.state, info(now.state)):

@@ -54,7 +54,7 @@ from .factors import (
     split_arguments,
 )
 from .families import ProductFamily, ProductNatural, repeated
-from .guides import NOT_SET_UP
+from .guides import NOT_SET_UP, given_params
 from .handlers import GroupTable
 from .runtime import (
     DESIGN,
@@ -170,7 +170,9 @@ class FamilyFit:
         if unknown:
             raise PVIError(f"init_params has unknown name(s) {', '.join(unknown)}; expected some of {', '.join(own)}.")
         # A latent that rows had which are not at hand begins where those of these rows do.
-        given = {n: jnp.asarray(x) for n, x in init_params.items() if jnp.size(x) or not jnp.size(own[n])}
+        given = {n: jnp.asarray(x) for n, x in init_params.items()}
+        given = {n: x for n, x in given.items() if x.size or not own[n].size}
+        given = given_params({n: x for n, x in given.items() if n not in plan.partition.params}, own)
         wanted = pvi.guide.get_posterior(own | given)
         joint = {block.name: block.latents for block in plan.blocks}
         families = plan.family.components

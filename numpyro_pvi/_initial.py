@@ -18,7 +18,14 @@ from ._state_marginals import own_at_params
 from ._warnings import warn
 from .errors import ImproperError, PartitionError, PVIError, StateError
 from .factors import PartitionPlan, Planned, abstract_trace, far_worse, is_observed, proved_only, with_expectation
-from .guides import guide_param_names, latents_given, param_transforms, params_to_natural
+from .guides import (
+    given_params,
+    guide_param_names,
+    latents_given,
+    natural_to_params,
+    param_transforms,
+    params_to_natural,
+)
 from .handlers import Partition, PlateInfo, WholePartition, find_plates, kept_batch
 from .runtime import first_conditionals
 from .sites import Held, LocalSites, OwnConditionals, SiteStack, posterior
@@ -173,8 +180,10 @@ def spread_params(guide: Any, state: PVIState, init_params: dict) -> PVIState:
             "init_params of the guide cannot be given where single rows have sites (PowerEP(factors='row'), or one row a group): a "
             "group's site is the sum of its rows'. Use factors='group', or continue from a state with init_state=."
         )
-    q = posterior(state.prior, state.sites)
-    return at_natural(state, params_to_natural(guide, family, layout.names, layout.shapes, init_params, q))
+    q, order = posterior(state.prior, state.sites), (layout.names, layout.shapes)
+    own = jax.eval_shape(lambda q: natural_to_params(guide, family, *order, q), q)
+    given = given_params({n: x for n, x in init_params.items() if n in own}, own)
+    return at_natural(state, params_to_natural(guide, family, *order, given, q))
 
 
 def at_natural(state: PVIState, wanted: Any, rows: Any = None) -> PVIState:

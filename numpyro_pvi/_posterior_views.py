@@ -65,10 +65,11 @@ def named(label: Any) -> str:
     return "the prior factor (PRIOR)" if label is PRIOR else f"group {label!r}"
 
 
-def ending(state: PVIState, done: int, tol: float | None) -> tuple[bool | None, str]:
+def ending(state: PVIState, done: int, tol: float | None, once: bool = False) -> tuple[bool | None, str]:
     """Whether a run has converged (None when that was not asked for), and why it should stop now, if it should.
 
-    ``state``: after the rounds so far; ``tol``: tolerance in posterior sds, or None. Returns ``(converged, sentence)``; the
+    ``state``: after the rounds so far; ``tol``: tolerance in posterior sds, or None; ``once``: whether every group is absorbed
+    once, in its turn, and nothing that comes later mends what it said. Returns ``(converged, sentence)``; the
     sentence is empty where rounds go on.
     """
     if tol is None or not done:
@@ -78,6 +79,11 @@ def ending(state: PVIState, done: int, tol: float | None) -> tuple[bool | None, 
         if state.plan.partition.jumps_unseen:
             why = " ".join(state.plan.partition.remarks)
             return False, f"q stands still after {done} rounds, and has not converged. {why}"
+        if once:
+            return True, (
+                f"complete after {done} rounds: every group was absorbed once, and none is asked again at the q of all of them, "
+                "where a fixed point may be elsewhere"
+            )
         if float(report.left) <= tol:
             return True, f"converged after {done} rounds: no more than {tol:g} posterior sd is left to move"
         return True, (

@@ -48,6 +48,7 @@ from .families import (
 from .guides import (
     event_rank,
     flat_to_params,
+    given_params,
     guide_order,
     guide_param_names,
     in_own_support,
@@ -406,7 +407,7 @@ def own_at_params(guide: Any, state: PVIState, params: dict) -> tuple[Any, dict[
     part, family = state.plan.partition, state.plan.family
     assert part.local is not None
     full = joint_params(guide, state, _posterior(state.prior, state.sites))
-    full.update({k: jnp.asarray(v) for k, v in params.items() if k in full})
+    full.update(given_params({k: v for k, v in params.items() if k in full}, full))
     names, shapes, _ = _flat_order(part.layout, part.local)
     loc, spread = params_to_flat(guide, names, shapes, full)
     dim, sd = part.layout.dim, jnp.sqrt(jnp.diagonal(spread)) if family.full else spread

@@ -597,7 +597,7 @@ def open_call(pvi: Any, rng_key: Any, args: tuple, kwargs: dict, families: Colle
         args, kwargs = pvi._arguments(*given, by_value=by_value)
     looked_at = pvi.model if kept_batch(trace) is None else BatchPlates(pvi.model)
     if not elsewhere:
-        check_data(looked_at, args, kwargs, names)
+        pvi._memory.missing = check_data(looked_at, args, kwargs, names)
         refuse_unheld(trace, lambda: handlers.trace(handlers.seed(looked_at, plan_key)).get_trace(*args, **kwargs))
         refuse_reads_of_what_is_not_missing(trace, looked_at, plan_key, args, kwargs)
     refuse_unsupported(trace)

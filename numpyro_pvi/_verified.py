@@ -293,7 +293,8 @@ class Memory:
     a file says of the guide.
 
     ``followed``: what the model closes over; data were verified with the model as it was; ``look``: what the last rounds ended
-    with; ``call``: the arguments of the last call; ``labels``: of the groups of the last state that was made, loaded or added to;
+    with; ``call``: the arguments of the last call; ``missing``: whether data had NaN that the model deals with; ``labels``: of the
+    groups of the last state that was made, loaded or added to;
     ``supports``: of the latents as a loaded file has them, until the guide is set up.
     """
 
@@ -302,6 +303,7 @@ class Memory:
         self._known: list[_Known] = []
         self._own: set[Any] = set()
         self.look, self.call = LastLook(), LastCall()
+        self.missing = False
         self.labels: tuple = ()
         self.supports: dict[str, Any] = {}
 

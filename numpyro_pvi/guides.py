@@ -32,7 +32,7 @@ from numpyro.infer import util as infer_util
 
 from ._compiling import Program, on_device
 from ._numerics import scaled_cholesky, symmetrise, value_and_grad
-from .errors import GuideError, StateError
+from .errors import GuideError, PVIError, StateError
 from .expectations import fixed_nodes
 from .families import GaussianFamily, GaussianNatural, MultivariateNormalFamily, NormalFamily
 
@@ -379,6 +379,27 @@ def guide_layout(
 def family_of(guide: Any, dim: int) -> GaussianFamily:
     """The exponential family of a supported guide over ``dim`` unconstrained coordinates."""
     return _FAMILIES[type(guide)](dim)
+
+
+def given_params(given: dict, own: dict) -> dict[str, Array]:
+    """Params of a guide that a user gave, in the shapes of its own.
+
+    ``given``: constrained values by name, every one a name of ``own``; ``own``: arrays, or their shapes. Returns the given ones.
+    Raises PVIError for a shape that does not broadcast to the guide's, and for entries that are not finite.
+    """
+    found = {}
+    for name, value in given.items():
+        value, shape = jnp.asarray(value), tuple(own[name].shape)
+        try:
+            fits = jnp.broadcast_shapes(value.shape, shape) == shape
+        except ValueError:
+            fits = False
+        if not fits:
+            raise PVIError(f"init_params[{name!r}] has shape {value.shape}, and the guide's is {shape}: give it that.")
+        if not isinstance(value, jax.core.Tracer) and not bool(jnp.all(jnp.isfinite(value))):
+            raise PVIError(f"init_params[{name!r}] has entries that are not finite.")
+        found[name] = jnp.broadcast_to(value, shape).astype(own[name].dtype)
+    return found
 
 
 def natural_to_params(

@@ -56,9 +56,17 @@ from ._user_inputs import (
 )
 from ._verified import Memory, Verifier, after_update, check_family, taken_over
 from .errors import PVIError, SkippedGroupError, StateError
-from .factors import abstract_trace, as_arrays, join_arguments, masks_named, positional_names, split_arguments
+from .factors import (
+    abstract_trace,
+    as_arrays,
+    check_data,
+    join_arguments,
+    masks_named,
+    positional_names,
+    split_arguments,
+)
 from .guides import check_guide, keeps_supports
-from .handlers import FullPlates, Partition
+from .handlers import BatchPlates, FullPlates, Partition
 from .runtime import RoundsDone, Runtime, Vmap
 from .schedules import Schedule, Synchronous
 from .solvers import LocalSolver, NaturalGradient, of_params
@@ -821,6 +829,7 @@ class PVI(SVI):
             return self.runtime.fetch(self.runtime.call(evaluate_factors, *call, fine=True, level=level))
 
         watch = {"verify": verify, "workers": lambda: self.runtime.workers, "values": values}
+        watch["once"] = self.schedule.single_pass
         with masks_named(trace):
             return drive(rounds, self.info, before, *how, **watch)
 
@@ -868,6 +877,9 @@ class PVI(SVI):
             elsewhere.compare(state.plan)
         check_rows(state, args, kwargs, positional_names(self.model))
         if not is_traced((state, args, kwargs)):
+            if elsewhere is None and not self._memory.missing:
+                model = BatchPlates(self.model) if state.plan.partition.batches else self.model
+                self._memory.missing = check_data(model, args, kwargs, positional_names(self.model))
             self._followed.renew_guide(self.guide)
         prepare_guide(self, state, args, kwargs)
         return args, kwargs

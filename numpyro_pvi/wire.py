@@ -253,7 +253,17 @@ _KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 _SUPPORTS = {
     type(getattr(constraints, name)): name
     for name in (
-        *("real", "positive", "nonnegative", "unit_interval", "circular", "softplus_positive", "simplex", "sphere"),
+        *(
+            "real",
+            "positive",
+            "nonnegative",
+            "boolean",
+            "unit_interval",
+            "circular",
+            "softplus_positive",
+            "simplex",
+            "sphere",
+        ),
         *("real_vector", "real_matrix", "ordered_vector", "positive_ordered_vector", "l1_ball", "corr_cholesky"),
         *(
             "corr_matrix",
@@ -272,6 +282,7 @@ _BOUNDED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "less_than_eq": (constraints.less_than_eq, ("upper_bound",)),
     "interval": (constraints.interval, ("lower_bound", "upper_bound")),
     "open_interval": (constraints.open_interval, ("lower_bound", "upper_bound")),
+    "integer_interval": (constraints.integer_interval, ("lower_bound", "upper_bound")),
 }
 
 

@@ -44,6 +44,7 @@ class TestDecentralizedSettings:
             (-np.ones((3, 3)), "not negative"),
             ([("a", "b"), ("b", "c")], "pass nodes=pvi.groups"),
             ("ring", "got str"),
+            ([], r"empty list.*np\.ones\(\(1, 1\)\) is one agent"),
         ],
     )
     def test_graphs_that_cannot_be(self, adjacency, words):

@@ -133,7 +133,9 @@ def test_a_healthy_fit_goes_through_under_debug_nans(guide):
 def test_the_order_of_bytes_does_not_matter():
     pvi = of()
     swapped = X.astype(">f8"), Y.astype(">f8")
-    assert all(np.array_equal(a, b) for a, b in zip(pvi._arguments(swapped, {})[0], (X, Y), strict=True))
+    assert all(
+        np.array_equal(a, b.astype(a.dtype)) for a, b in zip(pvi._arguments(swapped, {})[0], (X, Y), strict=True)
+    )
     assert np.array_equal(pvi._arguments((np.arange(3, dtype=">i2"),), {})[0][0], np.arange(3))
 
 
@@ -337,3 +339,55 @@ def test_a_number_of_groups_that_could_be_the_models_is_refused():
 
     with pytest.raises(PVIError, match=r"num_groups=5 is how many groups PVI makes, and the model has a parameter"):
         PVI(hierarchical, AutoDiagonalNormal(hierarchical), num_groups=5)
+
+
+@pytest.mark.parametrize("family", ["bernoulli", "normal"])
+def test_data_that_are_no_numbers_are_refused_by_every_call(family):
+    """NumPyro's density of a zero is finite at a logit that is NaN under jit, and a loss that is NaN does not say why."""
+
+    def model(x, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 2.0).expand([2]).to_event(1))
+        with numpyro.plate("data", x.shape[0]):
+            eta = x @ w
+            numpyro.sample("y", dist.Bernoulli(logits=eta) if family == "bernoulli" else dist.Normal(eta, 1.0), obs=y)
+
+    rng = np.random.default_rng(3)
+    x, y = rng.normal(size=(12, 2)), (rng.uniform(size=12) < 0.5) * 1.0
+    y[7], spoilt = 0.0, x.copy()
+    spoilt[7, 1] = np.nan
+    pvi = PVI(Partition(model, "data", 3), AutoDiagonalNormal(model))
+    with pytest.raises(DataError, match=r"'x'.* first at row\(s\) 7"):
+        pvi.init(jax.random.key(0), spoilt, y)
+    state, _ = pvi.update(pvi.init(jax.random.key(0), x, y), x, y)
+    calls = [
+        lambda: pvi.update(state, spoilt, y),
+        lambda: pvi.evaluate(state, spoilt, y),
+        lambda: pvi.run(jax.random.key(0), 2, spoilt, y, init_state=state, progress_bar=False),
+    ]
+    for call in calls:
+        with pytest.raises(DataError, match=r"'x'.* first at row\(s\) 7"):
+            call()
+    assert np.isfinite(pvi.evaluate(state, x, y))
+
+
+@pytest.mark.parametrize("guide", [AutoDiagonalNormal, AutoExponentialFamily], ids=lambda g: g.__name__)
+def test_params_of_the_guide_have_its_shapes(guide):
+    """Three numbers for a vector of two began at the first two of them."""
+
+    def model(y):
+        w = numpyro.sample("w", dist.Normal(0.0, 2.0).expand([2]).to_event(1))
+        with numpyro.plate("data", y.shape[0]):
+            numpyro.sample("y", dist.Normal(w, 1.0).to_event(1), obs=y)
+
+    pvi, y = PVI(Partition(model, "data", 2), guide(model)), np.ones((6, 2))
+    name = next(n for n in pvi.get_params(pvi.init(KEY, y)) if n.endswith("auto_loc"))
+    for value, words in (
+        (np.arange(3.0), rf"{name}'\] has shape \(3,\), and the guide's is \(2,\)"),
+        (np.zeros((2, 2)), r"has shape \(2, 2\)"),
+        ([np.nan, 0.0], "not finite"),
+    ):
+        with pytest.raises(PVIError, match=words):
+            pvi.init(KEY, y, init_params={name: value})
+    for value in (0.5, [0.5, 0.5]):
+        state = pvi.init(KEY, y, init_params={name: value})
+        np.testing.assert_allclose(pvi.get_params(state)[name], [0.5, 0.5], rtol=1e-6)

@@ -25,8 +25,9 @@ import pytest
 from numpyro.infer import Predictive
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
-from numpyro_pvi import PVI, CheckpointError, Partition, PVIError, StateError
+from numpyro_pvi import PVI, AutoExponentialFamily, CheckpointError, Partition, PVIError, StateError
 from numpyro_pvi._checkpoint import VERSION, read_checkpoint, write_checkpoint
+from numpyro_pvi.families import BernoulliFamily, CategoricalFamily
 from numpyro_pvi.schedules import Sequential, Synchronous
 from numpyro_pvi.solvers import Conjugate, LocalELBO
 from tests import quick
@@ -318,6 +319,28 @@ def test_supports_travel(tmp_path):
     loaded = third.load(tmp_path / "b")
     for name in ("s", "u"):
         drawn = [p.posterior(s)[name].sample(KEY, (5,)) for p, s in ((first, state), (third, loaded))]
+        np.testing.assert_array_equal(*drawn)
+
+
+def test_supports_of_discrete_latents_travel(tmp_path):
+    """A posterior is read before the guide is set up, whatever q holds."""
+
+    def heads(y):
+        p = numpyro.sample("p", dist.Beta(2.0, 2.0))
+        with numpyro.plate("data", len(y)):
+            z = numpyro.sample("z", dist.Categorical(jnp.stack([p, 1 - p])))
+            b = numpyro.sample("b", dist.Bernoulli(p))
+            numpyro.sample("y", dist.Normal(jnp.where(z == 0, -1.0, 1.0) + jnp.where(b == 0, -3.0, 3.0), 1.0), obs=y)
+
+    families = {"z": CategoricalFamily(2), "b": BernoulliFamily()}
+    first, second = (
+        PVI(Partition(heads, "data", 2), AutoExponentialFamily(heads, families=families)) for _ in range(2)
+    )
+    state = first.init(KEY, np.linspace(-4.0, 4.0, 6))
+    first.save(tmp_path / "a", state)
+    loaded = second.load(tmp_path / "a")
+    for name in ("p", "z", "b"):
+        drawn = [p.posterior(s)[name].sample(KEY, (5,)) for p, s in ((first, state), (second, loaded))]
         np.testing.assert_array_equal(*drawn)
 
 

@@ -13,6 +13,7 @@ from numpyro.infer import SVI, Predictive, Trace_ELBO
 from numpyro.infer import autoguide as ag
 
 from numpyro_pvi import PRIOR, PVI, ImproperError, Partition, PartitionError, PVIRunResult, StateError
+from numpyro_pvi.schedules import Streaming
 from numpyro_pvi.solvers import NaturalGradient
 
 N, D = 15, 2
@@ -248,6 +249,13 @@ class TestRun:
         pvi, _ = full
         result = pvi.run(KEY, 50, X, Y, tol=1e-3, progress_bar=False)
         assert result.converged is True and len(result.losses) < 50 and "converged after" in result.message
+
+    def test_a_single_pass_is_complete_and_no_fixed_point(self, full):
+        pvi, _ = full
+        once = PVI(pvi.partition, ag.AutoMultivariateNormal(pvi.model), schedule=Streaming())
+        result = once.run(KEY, 50, X, Y, tol=1e-3, progress_bar=False)
+        assert result.converged is True and len(result.losses) < 5
+        assert result.message.startswith("complete after") and "left to move" not in result.message
 
     def test_tolerance_not_reached(self, full):
         pvi, _ = full

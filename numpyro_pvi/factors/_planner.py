@@ -83,19 +83,21 @@ def trace_arguments(model: Callable, key: Any, args: tuple, kwargs: dict) -> tup
     return found, tuple(by_value)
 
 
-def check_data(model: Callable, args: tuple, kwargs: dict, names: Sequence[str]) -> None:
+def check_data(model: Callable, args: tuple, kwargs: dict, names: Sequence[str]) -> bool:
     """Refuse NaN and infinity in the arguments, but for a model that deals with them itself.
 
-    A model that masks or imputes missing entries has a finite log density all the same: it is looked at, at draws from the
-    prior, only where entries are not finite. ``model``: the NumPyro model; ``args``: positional arguments, converted;
-    ``kwargs``: keyword arguments, converted; ``names``: names of the positional arguments, for messages. Raises DataError as of
-    ``check_finite_arguments``.
+    A model that masks or imputes missing entries has a finite log density all the same, of finite parameters: it is looked at, at
+    draws from the prior, only where entries are not finite. ``model``: the NumPyro model; ``args``: positional arguments,
+    converted; ``kwargs``: keyword arguments, converted; ``names``: names of the positional arguments, for messages. Returns
+    whether there are such entries, and the model deals with them. Raises DataError as of ``check_finite_arguments``.
     """
     try:
         check_finite_arguments(args, kwargs, names)
     except DataError:
         if not _finite_at_prior(model, args, kwargs):
             raise
+        return True
+    return False
 
 
 def _finite_at_prior(model: Callable, args: tuple, kwargs: dict) -> bool:
@@ -104,11 +106,35 @@ def _finite_at_prior(model: Callable, args: tuple, kwargs: dict) -> bool:
     @jax.jit
     def density(arrays: list, key: Any) -> Any:
         trace = draw_trace(model, key, *join_arguments(arrays, static), {})
-        return sum(jnp.sum(site_log_prob(s)) for s in trace.values() if s["type"] == "sample")
+        sites = [s for s in trace.values() if s["type"] == "sample"]
+        whole = sum(jnp.sum(site_log_prob(s)) for s in sites)
+        # Some densities are finite at parameters that are NaN, as Bernoulli's for zeros.
+        unknown = [jnp.any(_without_number(s["fn"], s["value"] if is_observed(s) else None)) for s in sites]
+        return jnp.where(jnp.any(jnp.stack(unknown)), jnp.nan, whole)
 
     with numpyro.validation_enabled(False):
         found = [density(arrays, key) for key in jax.random.split(jax.random.key(0), _PRIOR_DRAWS)]
     return bool(np.all(np.isfinite(np.asarray(found))))
+
+
+def _without_number(fn: Any, value: Any) -> Any:
+    """Where a distribution of NumPyro's has NaN among its parameters, or a value that is NaN, and no mask over it: Bool[*batch]."""
+    if isinstance(fn, dist.MaskedDistribution):
+        return _without_number(fn.base_dist, value) & fn._mask
+    if isinstance(fn, dist.ExpandedDistribution):
+        return _without_number(fn.base_dist, value)
+    if isinstance(fn, dist.Independent):
+        inner = _without_number(fn.base_dist, value)
+        inner = jnp.broadcast_to(inner, jnp.broadcast_shapes(jnp.shape(inner), fn.base_dist.batch_shape))
+        return jnp.any(inner, axis=tuple(range(-fn.reinterpreted_batch_ndims, 0)))
+    if not type(fn).__module__.startswith("numpyro.distributions"):
+        return jnp.array(False)
+    found, given = jnp.array(False), [(x, jnp.ndim(x) - len(fn.batch_shape)) for x in jax.tree.leaves(fn)]
+    given += [] if value is None else [(value, fn.event_dim)]
+    for x, events in given:
+        if jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            found = found | jnp.any(jnp.isnan(x), axis=tuple(range(-max(events, 0), 0)))
+    return found
 
 
 def _try(model: Callable, key: Any, args: tuple, kwargs: dict, by_value: Collection[int]) -> dict | None:

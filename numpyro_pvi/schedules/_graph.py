@@ -212,6 +212,11 @@ def _matrix(adjacency: Any, nodes: Sequence[Hashable] | None) -> tuple[np.ndarra
         ends = [end for link in adjacency for end in link]
         names = tuple(nodes) if nodes is not None else _count_up(ends)
         return _from_links(adjacency, names, False), names
+    if isinstance(adjacency, (list, tuple)) and not adjacency:
+        raise PVIError(
+            "Decentralized(adjacency): an empty list does not say how many agents there are. Pass a square matrix of weights: "
+            "np.ones((1, 1)) is one agent alone."
+        )
     a = _array(adjacency)
     if a.ndim != 2 or a.shape[0] != a.shape[1] or a.shape[0] == 0:
         raise PVIError(
