@@ -19,6 +19,7 @@ from numpyro_pvi import (
     StateError,
 )
 from numpyro_pvi.errors import ImproperError
+from numpyro_pvi.factors._planner import _without_number as without_number
 from numpyro_pvi.schedules import Asynchronous, Decentralized
 from numpyro_pvi.schedules._network import delay_sampler
 from numpyro_pvi.solvers import NaturalGradient, PowerEP
@@ -391,3 +392,34 @@ def test_params_of_the_guide_have_its_shapes(guide):
     for value in (0.5, [0.5, 0.5]):
         state = pvi.init(KEY, y, init_params={name: value})
         np.testing.assert_allclose(pvi.get_params(state)[name], [0.5, 0.5], rtol=1e-6)
+
+
+NAN = np.array([0.0, np.nan, 1.0])
+MASKED = np.array([True, False, True])
+
+
+@pytest.mark.parametrize(
+    ("made", "value", "wanted"),
+    [
+        (lambda: dist.Normal(NAN, 1.0), None, True),
+        (lambda: dist.Normal(0.0, 1.0).expand([3]), NAN, True),
+        (lambda: dist.Normal(NAN, 1.0).mask(MASKED), None, False),
+        (lambda: dist.Normal(NAN, 1.0).mask(~MASKED), None, True),
+        (lambda: dist.Normal(0.0, 1.0).expand([3]).mask(MASKED), NAN, False),
+        (lambda: dist.Normal(0.0, 1.0).expand([3, 2]).to_event(1).mask(MASKED), np.stack([NAN, NAN], 1), False),
+        (lambda: dist.Normal(np.stack([NAN, NAN], 1), 1.0).to_event(1).mask(~MASKED), None, True),
+        (lambda: dist.MultivariateNormal(np.zeros((3, 2)), np.eye(2)), np.zeros((3, 2)), False),
+        (lambda: dist.OrderedLogistic(np.zeros(3), np.array([-1.0, 0.0])), None, False),
+        (lambda: dist.OrderedLogistic(np.zeros(3), np.array([-1.0, np.nan])), None, True),
+        (
+            lambda: dist.MixtureSameFamily(dist.Categorical(np.ones(2) / 2), dist.Normal(np.zeros((3, 2)), 1.0)),
+            NAN,
+            True,
+        ),
+        (lambda: dist.ZeroInflatedPoisson(0.2, np.exp(NAN)), None, True),
+        (lambda: dist.Bernoulli(logits=np.where(np.isnan(NAN), 0.0, NAN)), None, False),
+    ],
+)
+def test_where_a_density_sees_what_is_no_number(made, value, wanted):
+    with numpyro.validation_enabled(False):
+        assert bool(jnp.any(without_number(made(), value))) is wanted

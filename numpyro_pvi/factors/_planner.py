@@ -133,7 +133,12 @@ def _without_number(fn: Any, value: Any) -> Any:
     given += [] if value is None else [(value, fn.event_dim)]
     for x, events in given:
         if jnp.issubdtype(jnp.result_type(x), jnp.floating):
-            found = found | jnp.any(jnp.isnan(x), axis=tuple(range(-max(events, 0), 0)))
+            own = jnp.any(jnp.isnan(x), axis=tuple(range(-max(events, 0), 0)))
+            # What a whole batch shares, such as cutpoints or a covariance, has no place in it.
+            shared = any(
+                size not in (1, whole) for size, whole in zip(own.shape[::-1], fn.batch_shape[::-1], strict=False)
+            )
+            found = found | (jnp.any(own) if shared else own)
     return found
 
 

@@ -200,8 +200,10 @@ class AlphaDivergence(MatchesMoments):
     ``q (p(y_m | theta) / t_m)^alpha`` that power EP matches; so the fixed points are those of ``PowerEP(alpha)``, for every
     alpha: 1 is KL(tilted || q), as in EP, and towards 0 it is KL(q || tilted), the variational bound. The
     optimiser moves location and precision root of q in coordinates whitened by the visit's first q, where every point is
-    normalisable; it starts afresh at every visit. ``PowerEP`` reaches the same limits with one set of moments per visit, where
-    this takes ``num_steps``; an optimiser cannot overshoot within a visit.
+    normalisable; it starts afresh at every visit. A visit that begins within a tenth of a sd of what is asked for and walks about
+    where it began, as steps of a length of their own do, takes the step of matched moments in the end, as does one whose line
+    search has not halved what is asked for. ``PowerEP`` reaches the same limits with one set of moments per visit, where this
+    takes ``num_steps``; an optimiser cannot overshoot within a visit.
 
     Latents of the groups' own are integrated out as by :class:`PowerEP`, afresh at every step: integrals are laid about each unit's
     mode at every theta, wherever q has gone meanwhile; what was known of own latents at the start of the visit is where that is

@@ -103,7 +103,8 @@ class LocalELBO(BatchSolver):
     so that ``optax.sgd(s)`` makes the steps ``eta_m <- eta_m + s (target - eta_m)``, and ``optax.adam(s)`` moves q by s posterior
     sds or so. One with a line search, which compares values, sees those of F_m and their own gradient ``R^-1 F(q) (target -
     eta_m)``. A step that goes more than nine tenths of the way out of the domain is halved until it does not, and the
-    optimiser begins anew there; one along a gradient that is not finite is left out. Late x are averaged. The fixed point,
+    optimiser begins anew there; one along a gradient that is not finite is left out. Late x are averaged; where a visit that began
+    within a tenth of a sd of its target only walked about its beginning, it takes the natural gradient's step. The fixed point,
     ``target = eta_m``, is that of the natural gradient.
 
     Groups that are visited in parallel, each as if the others stood still, move q M times too far together, so that a joint
