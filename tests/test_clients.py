@@ -544,3 +544,21 @@ def test_a_client_that_could_not_be_made_says_why_when_it_is_asked():
     assert answer.kind == "refusal" and answer.fields["label"] == "north"
     assert "could not be made (PVIError): what was to make client 'north' has made 'nor'" in answer.fields["why"]
     here.close()
+
+
+@pytest.mark.parametrize("gone", [EOFError, BrokenPipeError], ids=["before it is asked", "before it answers"])
+def test_a_client_ends_quietly_where_whoever_asks_has_gone(gone):
+    """As those do that are left when another one could not be made."""
+    head = {"run": "1" * 16, "sequence": 1, "label": "north"}
+    asked = [encode(Message("describe?", {**head, "key": ()}))] if gone is BrokenPipeError else []
+
+    class Closed:
+        def recv_bytes(self, most):
+            if not asked:
+                raise EOFError
+            return asked.pop()
+
+        def send_bytes(self, data):
+            raise gone
+
+    serve(Closed(), Maker("north", partial(mistaken, "north")), {})

@@ -524,8 +524,12 @@ def serve(pipe: Any, share: Any, settings: dict[str, Any]) -> None:
             answer = None
         except (EOFError, OSError, KeyboardInterrupt):
             return
-        # Nothing is said too: what is asked next is written once there was an answer.
-        pipe.send_bytes(answer or b"")
+        try:
+            # Nothing is said too: what is asked next is written once there was an answer.
+            pipe.send_bytes(answer or b"")
+        except OSError:
+            # Whoever asked has closed the pipe meanwhile, which ends a client.
+            return
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
