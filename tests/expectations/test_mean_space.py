@@ -32,9 +32,9 @@ def find(family, natural, terms, expectation="auto"):
     return find_structure(family, natural, terms, KEY, expectation, "test factor")
 
 
-def expect(family, natural, structure, terms):
+def expect(family, natural, structure, terms, num_draws=1):
     """The expectation of the sum of all terms, and its message."""
-    space = MeanSpace(family, structure, 1)
+    space = MeanSpace(family, structure, num_draws)
 
     @jax.jit
     def run(natural):
@@ -317,8 +317,26 @@ def test_a_von_mises_latent_is_conjugate_or_at_the_nodes_of_a_rule():
     # I_2 / I_0 at the concentration 2, turned by twice the direction; of a wide circle fifteen nodes leave .001.
     exact = special.iv(2, 2.0) / special.iv(0, 2.0) * np.cos(1.0)
     assert float(expect(family, natural, structure, twice)[0]) == pytest.approx(exact, abs=3e-3)
-    with pytest.raises(PVIError, match="von Mises"):
-        find(family, natural, twice, "monte_carlo")
+
+
+def test_a_von_mises_latent_is_drawn_by_values():
+    """The gradient of ``E cos 2x`` in the mean cosine and sine, by the score alone.
+
+    Of 64,000 draws, with standard errors of .0062 at most: a fifth of what is let pass.
+    """
+    loc, kappa, small = 0.5, 2.0, 1e-5
+    family, natural = product(angle=dist.VonMises(loc, kappa))
+    twice = lambda values: jnp.cos(2 * values["angle"])[None]  # noqa: E731
+    structure = find(family, natural, twice, "monte_carlo")
+    assert structure.drawn == structure.by_values == ("angle",)
+    value, message = expect(family, natural, structure, twice, 4000)
+    lengths = [[special.iv(n, k) / special.iv(0, k) for k in (kappa - small, kappa, kappa + small)] for n in (1, 2)]
+    (low, r, high), (least, a, most) = lengths
+    assert float(value) == pytest.approx(a * np.cos(2 * loc), abs=0.01)
+    along, across = (most - least) / (high - low) * np.cos(2 * loc), -2 * a / r * np.sin(2 * loc)
+    wanted = [along * np.cos(loc) - across * np.sin(loc), along * np.sin(loc) + across * np.cos(loc)]
+    found = [float(x) for x in jax.tree.leaves(message.parts["angle"])]
+    np.testing.assert_allclose(found, wanted, atol=0.03)
 
 
 def test_messages_to_a_drawn_gamma_are_the_gradient_in_mean_space():
