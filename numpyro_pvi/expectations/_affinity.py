@@ -210,8 +210,7 @@ def find_structure(
     elif first > FEW_SIGNS:
         structure = dataclasses.replace(structure, design=_design(family, components, structure, terms, rng))
     structure = with_rule(structure, family, expectation, max(size, values.shape[1]))
-    if expectation != "values":
-        structure = _by_values_where_periodic(structure, family)
+    structure = _by_values_where_periodic(structure, family, expectation)
     _refuse(structure, expectation, where)
     return structure
 
@@ -282,18 +281,17 @@ def with_draws(
         roles.append(role)
     design = "all" if first <= MANY_SIGNS else "random"
     changed = dataclasses.replace(structure, roles=tuple(_by_nodes(roles)), design=design, terms=terms, nodes=0)
-    if expectation != "values":
-        changed = _by_values_where_periodic(changed, family)
+    changed = _by_values_where_periodic(changed, family, expectation)
     _refuse(changed, expectation, where)
     return changed
 
 
-def _by_values_where_periodic(structure: FactorStructure, family: ProductFamily) -> FactorStructure:
+def _by_values_where_periodic(structure: FactorStructure, family: ProductFamily, expectation: str) -> FactorStructure:
     """A structure whose drawn components on the circle are taken by values: their draws have no derivatives in q."""
-    families = dict(family.components)
+    families, asked = dict(family.components), expectation != "values"
 
     def one(role: LatentRole) -> LatentRole:
-        periodic = role.kind == "draws" and base_family(families[role.name]).periodic
+        periodic = asked and role.kind == "draws" and base_family(families[role.name]).periodic
         return dataclasses.replace(role, by_values=True) if periodic else role
 
     return dataclasses.replace(structure, roles=tuple(map(one, structure.roles)))

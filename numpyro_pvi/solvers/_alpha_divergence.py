@@ -200,9 +200,9 @@ class AlphaDivergence(MatchesMoments):
     ``q (p(y_m | theta) / t_m)^alpha`` that power EP matches; so the fixed points are those of ``PowerEP(alpha)``, for every
     alpha: 1 is KL(tilted || q), as in EP, and towards 0 it is KL(q || tilted), the variational bound. The
     optimiser moves location and precision root of q in coordinates whitened by the visit's first q, where every point is
-    normalisable; it starts afresh at every visit. A visit that begins within a tenth of a sd of what is asked for and walks about
-    where it began, as steps of a length of their own do, takes the step of matched moments in the end, as does one whose line
-    search has not halved what is asked for. ``PowerEP`` reaches the same limits with one set of moments per visit, where this
+    normalisable; it starts afresh at every visit. A visit that only walks about where it
+    began, as steps of a length of their own do near the limit, takes the step of matched moments in the end, as does one whose
+    line search has not halved what is asked for. ``PowerEP`` reaches the same limits with one set of moments per visit, where this
     takes ``num_steps``; an optimiser cannot overshoot within a visit.
 
     Latents of the groups' own are integrated out as by :class:`PowerEP`, afresh at every step: integrals are laid about each unit's
@@ -297,8 +297,8 @@ class AlphaDivergence(MatchesMoments):
         walk, begun = self._walk(factor, local, q, site, key)
         change, found = local.change(walk.average), walk.found
         # A line search that ends no nearer to what is asked for, or nowhere, compared values that are none.
-        gaps = walk.gaps
-        stray = gaps.about(walk.average, local.length) if begun is None else ~gaps.nearer(local.length)
+        gaps, how = walk.gaps, (walk.average, local.length)
+        stray = gaps.about(*how) | gaps.swung(*how) if begun is None else ~gaps.nearer(local.length)
         change = select(stray, gaps.first, change)
         if begun is not None:
             found = select(stray, begun, found)

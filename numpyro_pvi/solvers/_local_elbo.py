@@ -103,9 +103,9 @@ class LocalELBO(BatchSolver):
     so that ``optax.sgd(s)`` makes the steps ``eta_m <- eta_m + s (target - eta_m)``, and ``optax.adam(s)`` moves q by s posterior
     sds or so. One with a line search, which compares values, sees those of F_m and their own gradient ``R^-1 F(q) (target -
     eta_m)``. A step that goes more than nine tenths of the way out of the domain is halved until it does not, and the
-    optimiser begins anew there; one along a gradient that is not finite is left out. Late x are averaged; where a visit that began
-    within a tenth of a sd of its target only walked about its beginning, it takes the natural gradient's step. The fixed point,
-    ``target = eta_m``, is that of the natural gradient.
+    optimiser begins anew there; one along a gradient that is not finite is left out. Late x are averaged; a visit of all rows that
+    only walked about its beginning takes the natural gradient's step. The fixed point, ``target = eta_m``, is that of the natural
+    gradient.
 
     Groups that are visited in parallel, each as if the others stood still, move q M times too far together, so that a joint
     step of 1/M is taken; where the sites hold more precision than the data give, as after a narrow start, that is M times too
@@ -377,7 +377,7 @@ class LocalELBO(BatchSolver):
         )
         walk = jax.lax.fori_loop(0, batches.num_steps, step, begin)
         x = walk.average
-        if not optimiser.searches:
+        if not optimiser.searches and batches.rows is None:
             x = select(walk.gaps.about(x, jnp.linalg.norm), walk.gaps.first, x)
         new = family.symmetrise(site + white.change(x))
         good = walk.moved & family.in_domain(q) & all_finite(new) & family.in_domain(cavity + new)

@@ -231,8 +231,10 @@ class BatchSolver(SolverDefaults):
 _DEFAULT_STEP = 0.01
 # Units of rounding that a value may rise by in a step of a line search.
 _ROUNDINGS = 8.0
-# Sds of q within which a visit begins near to what is asked for; what share of that, and of its reach, is little.
-_NEAR, _LESS = 0.1, 0.5
+# What share of what a visit was asked at first, and of how far it went, is little.
+_LESS = 0.5
+# Sds of q that draws' noise may be taken to ask for.
+_NOISE = 0.1
 
 Objective = Callable[[Float[Array, "D"]], tuple[Float[Array, ""], Float[Array, "D"]]]
 """A point to the loss there, in nats, and its gradient."""
@@ -266,8 +268,8 @@ def _only_down(step: Callable) -> Callable:
 class Gaps(NamedTuple):
     """What a factor asks of its site: where a visit began, and on average over its late iterates.
 
-    An optimiser whose steps have a length of their own, as Adam's, walks about a minimum that it begins near to; where the walk's
-    late iterates lie about its beginning, rounds stand still beside the minimum, however far these lie from it.
+    An optimiser whose steps have a length of their own, as Adam's, walks about a minimum that is within their reach; where the
+    walk's late iterates lie about its beginning, rounds stand still beside the minimum, however far that is.
     """
 
     first: Any
@@ -282,12 +284,20 @@ class Gaps(NamedTuple):
         return Gaps(select(k == 0, gap, self.first), late, reach)
 
     def about(self, average: Float[Array, "K"], length: Callable[[Any], Float[Array, ""]]) -> Bool[Array, ""]:
-        """Whether a visit that began near walked about its beginning and came no nearer: what it was asked at first serves better.
+        """Whether a visit walked about its beginning and came no nearer: what it was asked at first serves better.
 
-        ``average``: of late iterates; ``length``: of a gap, in sds of q.
+        Of visits that see all rows: what batches ask for differs by their rows. ``average``: of late iterates; ``length``: of a
+        gap, in sds of q.
+        """
+        return ~self.nearer(length) & (jnp.linalg.norm(average) < _LESS * self.reach)
+
+    def swung(self, average: Float[Array, "K"], length: Callable[[Any], Float[Array, ""]]) -> Bool[Array, ""]:
+        """Whether it did not go far of a way that no noise of draws asks for: late looks on both sides may cancel one another.
+
+        ``average``, ``length``: as of :meth:`about`.
         """
         begun, net = length(self.first), jnp.linalg.norm(average)
-        return (begun < _NEAR) & (length(self.late) > _LESS * begun) & (net < _LESS * self.reach)
+        return (begun > _NOISE) & (net < _LESS * begun) & (net < _LESS * self.reach)
 
     def nearer(self, length: Callable[[Any], Float[Array, ""]]) -> Bool[Array, ""]:
         """Whether much less is asked for late in a visit than where it began. ``length``: as of :meth:`about`."""
